@@ -145,8 +145,8 @@ def fill_page_table(
 
 # ---- absorb
 
-OnFailure = Callable[[str, BaseException], None]
-"""Is told why an implementation that should run here does not: what takes its place, and the error."""
+OnFailure = Callable[[BaseException], None]
+"""Is told of the error of an implementation that should run here."""
 
 
 def kernel_for(heads: int, query_tokens: int = 1) -> HopperKernel:
@@ -197,8 +197,7 @@ def make_absorb_fp8(
         try:
             return tried(make_hopper_absorb_fp8)
         except Exception as error:
-            reason = "the FP8 cache's own kernels for Hopper do not run here, Triton's take their place"
-            on_failure(f"{reason}: {type(error).__name__}", error)
+            on_failure(error)
     return tried(TritonAbsorbFP8)
 
 
@@ -275,6 +274,5 @@ def _grouped_or_none(
         grouped.try_out(req_to_token, cache)
         return grouped
     except Exception as error:
-        reason = "grouped absorb's own kernels do not run here, every step is plain absorb"
-        on_failure(f"{reason}: {type(error).__name__}", error)
+        on_failure(error)
         return None

@@ -28,7 +28,7 @@ from bench.tables import table
 
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.peers import Peers
-from sglang_mla_ext.kernels.naive.spread import SpreadAttention
+from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
 COLUMNS = {
@@ -52,20 +52,20 @@ def exchanges(
     buffers = ExpandedBuffers.allocate(layers=1, chunks=1, heads=heads // ranks, device=device, **dims)
     of_bf16 = dict(dtype=torch.bfloat16, device=device)
     attention = make_shared_attention(buffers, max_rows=ranks * rows, heads=heads // ranks, device=device)
-    spread = SpreadAttention(
+    sharded = ShardedAttention(
         attention, exchange, ranks=ranks, heads=heads, max_rows=rows, **dims, **of_bf16, receiving=receiving
     )
-    spread.plan([], rows)
+    sharded.plan([], rows)
     q_nope, q_rope = (torch.randn(rows, heads, dim, **of_bf16) for dim in (DN, DR))
     tails, tail_lse = torch.randn(rows, heads, DV, **of_bf16), torch.randn(rows, heads, device=device)
 
     def everything() -> None:
-        spread.run(0, q_nope, q_rope, 0.1)
-        spread.merge(tails, tail_lse, tails)
+        sharded.run(0, q_nope, q_rope, 0.1)
+        sharded.merge(tails, tail_lse, tails)
 
     def wire() -> None:
-        exchange(spread._queries_received, spread._queries_sent)
-        exchange(spread._results_received, spread._results_sent)
+        exchange(sharded._queries_received, sharded._queries_sent)
+        exchange(sharded._results_received, sharded._results_sent)
 
     return {"all": everything, "wire": wire}
 

@@ -17,14 +17,16 @@ set -euo pipefail
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 OLDEST=0.5.17
-UNIT_OF_OLDEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,dp_routing,examine,features,grouped_prefixes}.py
-    tests/unit/test_{models_at_launch,admission,plugin,mixed,mixed_steps_at_launch,segments,shared_prefixes,status,syntax}.py
-    tests/unit/test_{host_cache,shared_nodes,tree_on_host,tree_view,bench_planner}.py) # these are about trees of nodes
+UNIT_OF_OLDEST=(tests/unit/test_{cli,status}.py tests/unit/adapter/test_plugin.py tests/unit/scripts/test_bench_planner.py
+    tests/unit/adapter/launch/test_{dp_routing,examine,features,mixed_steps_at_launch,models_at_launch}.py
+    tests/unit/adapter/step/test_{admission,backend_interface,mixed}.py tests/unit/adapter/latent/test_{host_cache,tree_on_host}.py
+    tests/unit/adapter/compat/test_{contract,contract_reads,shared_nodes,syntax,tree_view}.py
+    tests/unit/prefix/test_{grouped_prefixes,segments,shared_prefixes}.py) # many are about trees of nodes
 # Not adapted to the newest yet: here their worker is put together as the oldest does.
-ONLY_OF_OLDEST=(tests/unit/test_{faults,hooks,latent_pool}.py)
+ONLY_OF_OLDEST=(tests/unit/adapter/step/test_{faults,hooks}.py tests/unit/adapter/latent/test_latent_pool.py)
 KERNELS_OF_OLDEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins
 SERVERS_OF_OLDEST=(tests/server/test_answers.py tests/server/test_launch.py::test_launch_stops
-    tests/server/test_riding.py::test_tokens_ride_with_running_requests
+    tests/server/test_mixed_steps.py::test_tokens_are_mixed_with_running_requests
     tests/server/test_two_ranks.py::test_ranks_with_requests_of_their_own_answer_as_one) # all others by hand
 if [ $# = 0 ]; then
     prepare_environment dev $OLDEST

@@ -65,8 +65,11 @@ def plan(
     gpu: Annotated[str, typer.Option(help="h100, h200, h20, h20-3e, h800, cpu, or a file of rates.")] = "h200",
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model, as SGLang's --tp.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Ranks of DP attention among them, as SGLang's --dp.")] = 1,
-    spread: Annotated[
-        bool, typer.Option("--spread", help="As --hybrid-mla-spread auto: shard prefixes over the ranks of --dp.")
+    prefix_sharding: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-sharding", help="As --hybrid-mla-prefix-sharding auto: shard prefixes over the ranks of --dp."
+        ),
     ] = False,
     prefix: Annotated[
         list[int] | None,
@@ -168,7 +171,7 @@ def plan(
         answer=arrivals,
         question=question,
         pass_ms=prefill_pass_ms,
-        passing=prefill_expand_tokens,
+        prefill_expand_tokens=prefill_expand_tokens,
         chunk_tokens=chunked_prefill_size,
     )
     if step_ms is not None and (len(asked.prompts) != 1 or len(asked.requests) != 1):
@@ -176,7 +179,7 @@ def plan(
     try:
         config = weights.read_model(model)
         sizes = tp, dp, draft_tokens, latent, expanded
-        of = asked.with_passing(Deployment(config, Gpu.named(gpu), *sizes, dtype, spread))
+        of = asked.with_transient_expansion(Deployment(config, Gpu.named(gpu), *sizes, dtype, prefix_sharding))
         found = report.report(of, asked)
         found["recommendation"] = advice.recommend(of, asked)
         if plot is not None:

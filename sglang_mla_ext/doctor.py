@@ -132,7 +132,7 @@ def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
         "changes": list(found.changes),
         "warnings": list(found.warnings),
         "run": run and {"place": run.place, "sglang": run.version, "parts": [part._asdict() for part in run.parts]},
-        "reach": found.memory_report,
+        "memory_report": found.memory_report,
         "elsewhere": found.elsewhere,
         "in_image": IN_IMAGE if found.line.image or found.line.container else None,
         "caveat": found.caveat,

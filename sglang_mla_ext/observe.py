@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
@@ -41,19 +42,21 @@ class Counters:
     steps_verify: int = _total(
         "of steps_naive, steps_grouped and steps_absorb, those that verify drafts (speculative decoding)."
     )
-    steps_mixed: int = _total("of steps_naive, steps_grouped and steps_absorb, those in which new tokens rode.")
-    prefills_ridden: int = _total("passes of new tokens alone that ran as rows of a decode step.")
-    tokens_ridden: int = _total("new tokens of steps_mixed and prefills_ridden.")
-    not_ridden: Counter[str] = field(
-        default_factory=Counter, metadata={"help": "by reason, prefill passes that did not ride."}
+    steps_mixed: int = _total("of steps_naive, steps_grouped and steps_absorb, those with new tokens mixed in.")
+    prefills_mixed: int = _total("passes of new tokens alone that ran as rows of a decode step.")
+    tokens_mixed: int = _total("new tokens of steps_mixed and prefills_mixed.")
+    not_mixed: Counter[str] = field(
+        default_factory=Counter, metadata={"help": "by reason, prefill passes that were not mixed."}
     )
-    steps_spread: int = _total(
+    steps_sharded: int = _total(
         "steps in which this rank and the others attended to expanded prefixes for each other's requests; it may have "
         "had none itself."
     )
-    not_spread: Counter[str] = field(
+    not_sharded: Counter[str] = field(
         default_factory=Counter,
-        metadata={"help": "by reason, steps of running requests in which they did not, with `--hybrid-mla-spread`."},
+        metadata={
+            "help": "by reason, steps of running requests in which they did not, with `--hybrid-mla-prefix-sharding`."
+        },
     )
     rows_as_prefill: int = _total(
         "rows of decode or verify steps that SGLang computed as prefill, because another data-parallel rank "
@@ -62,7 +65,7 @@ class Counters:
     prefills_naive: int = _total("prefill steps in which at least one request attended to an expanded prefix.")
     prefill_tokens_saved: int = _total(
         "cached tokens whose keys per head were not computed again for a request's new tokens, because they are "
-        "expanded: in prefill steps and where new tokens rode, summed over requests."
+        "expanded: in prefill and mixed steps, summed over requests."
     )
     prefill_tokens_expanded: int = _total(
         "cached tokens that prefill steps expanded for their requests together, and did not keep "
@@ -87,6 +90,9 @@ class Counters:
         metadata={"help": "the host's time for planning forward passes, without waiting for other ranks."},
     )
 
+    def __post_init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+
     def count_step(self, plan: Plan, *, verifies: bool = False) -> None:
         """Count one decode step; one with groups of both kinds counts for both.
 
@@ -108,8 +114,8 @@ class Counters:
         self.forward_passes += 1
         self.plan_seconds += plan_seconds
 
-    def count_ride(self, plan: Plan, rows: Rows, decoding: int) -> None:
-        """Count one pass whose new tokens rode; without requests that decode it is no decode step.
+    def count_mixed(self, plan: Plan, rows: Rows, decoding: int) -> None:
+        """Count one mixed pass; without requests that decode it is no decode step.
 
         Args:
             rows: of each request; decoding: of the requests, the last so many decode.
@@ -117,27 +123,38 @@ class Counters:
         if decoding:
             self.count_step(plan)
         self.steps_mixed += decoding > 0
-        self.prefills_ridden += not decoding
-        self.tokens_ridden += rows.total - decoding
+        self.prefills_mixed += not decoding
+        self.tokens_mixed += rows.total - decoding
         for segment in plan.of_mode(Mode.NAIVE):
             self.prefill_tokens_saved += segment.tokens * sum(row < rows.requests - decoding for row in segment.rows)
 
-    def count_prefill(self, covered: Sequence[int], passing: int = 0) -> None:
+    def count_prefill(self, covered: Sequence[int], transient: int = 0) -> None:
         """Count one prefill step with expanded parts.
 
         Args:
             covered: `[requests]` tokens of each request.
-            passing: tokens that were expanded for this step alone.
+            transient: tokens that were expanded for this step alone.
         """
         self.prefills_naive += 1
-        self.prefill_tokens_saved += sum(covered) - passing
-        self.prefill_tokens_expanded += passing
+        self.prefill_tokens_saved += sum(covered) - transient
+        self.prefill_tokens_expanded += transient
 
-    def fall_back(self, reason: str, error: BaseException | None = None) -> None:
-        """Count a fall-back; the first of each reason is logged."""
-        if not self.fallbacks[reason]:
-            logger.warning("hybrid_mla: falling back: %s", reason, exc_info=error)
-        self.fallbacks[reason] += 1
+    def fall_back(self, reason: Fallback, error: BaseException | None = None, **of_text: float) -> bool:
+        """Count a fall-back.
+
+        Args:
+            of_text: what the reason's text has in braces.
+        Returns:
+            whether it was logged: the first of each reason and type of error is.
+        """
+        self.fallbacks[reason.value] += 1
+        kind = type(error).__name__ if error is not None else ""
+        if (reason.value, kind) in self._logged:
+            return False
+        self._logged.add((reason.value, kind))
+        text = reason.text.format(**of_text) + (f": {kind}" if kind else "")
+        logger.warning("hybrid_mla: falling back (%s): %s", reason.value, text, exc_info=error)
+        return True
 
 
 def report(
@@ -162,8 +179,8 @@ def report(
         "counters": {
             **asdict(counters),
             "fallbacks": dict(counters.fallbacks),
-            "not_ridden": dict(counters.not_ridden),
-            "not_spread": dict(counters.not_spread),
+            "not_mixed": dict(counters.not_mixed),
+            "not_sharded": dict(counters.not_sharded),
         },
     }
 
@@ -209,7 +226,8 @@ class Metrics:
 
         self._labels = dict(labels)
         said = {each.name: each.metadata["help"] for each in fields(Counters)}
-        by_reason = {name for name, value in vars(Counters()).items() if isinstance(value, Counter)}
+        empty = asdict(Counters())
+        by_reason = {name for name, value in empty.items() if isinstance(value, Counter)}
         self._gauges = {
             name: prometheus_client.Gauge(
                 f"sglang:hybrid_mla_{name}", help, list(labels), multiprocess_mode="mostrecent"
@@ -220,7 +238,7 @@ class Metrics:
             name: prometheus_client.Counter(
                 f"sglang:hybrid_mla_{name}", said[name], [*labels, *(["reason"] if name in by_reason else [])]
             )
-            for name in vars(Counters())
+            for name in empty
             if name not in MAXIMA
         }
         self._counted: dict[prometheus_client.Counter, float] = {}

@@ -17,7 +17,7 @@ ENV_PREFIX = "SGLANG_HYBRID_MLA_"
 MODES = ("auto", "absorb", "naive", "grouped_absorb")
 PREFIX_DTYPES = ("auto", "bf16", "fp8_e4m3")
 DP_ROUTINGS = ("sglang", "prefix")
-SPREADS = ("off", "auto", "nccl", "peers")
+PREFIX_SHARDINGS = ("off", "auto", "nccl", "peers")
 
 
 class OptionError(ValueError):
@@ -51,15 +51,15 @@ class HybridMLAOptions:
             it for each of them, None takes the default of the server (adapter/launch/transient_expansion.py).
         verify_interval: every so many decode or verify steps, one layer's shared attention is computed again by plain
             absorb and compared; 0 never does.
-        mixed_tokens: new tokens that ride in a step with running requests, at most; 0 computes all in passes of their
+        mixed_tokens: new tokens mixed into a step with running requests, at most; 0 computes all in passes of their
             own, None takes the default of the server (adapter/launch/mixed_steps.py).
         dp_routing: with several data-parallel ranks, `prefix` keeps prompts that begin alike on one rank, until that
             is busier than the others; `sglang` leaves it to SGLang's --load-balance-method, which does not look at
             prompts.
-        spread: with DP attention, `auto` has all ranks hold each expanded prefix together, every one some of its heads,
-            where that can be (adapter/launch/sharded_prefixes.py): by stores into each other's memory
+        prefix_sharding: with DP attention, `auto` shards each expanded prefix over the ranks by heads, where that is
+            supported (adapter/launch/sharded_prefixes.py): ranks exchange by stores into each other's memory
             (kernels/naive/peers.py) where the GPUs of one host reach it, else by NCCL; `nccl` and `peers` take one of
-            the two; with `off` each rank holds its own.
+            the two; with `off` each rank holds its own prefixes with all heads.
     """
 
     prefix_memory_gb: float | None = field(
@@ -115,13 +115,12 @@ class HybridMLAOptions:
             DP_ROUTINGS,
         ),
     )
-    spread: str = field(
+    prefix_sharding: str = field(
         default="off",
         metadata=_flag(
-            "with DP attention, ranks hold each expanded prefix together, every one some of its heads, and attend for "
-            "each other: auto (where that can be), nccl or peers (only by NCCL, or by stores into each other's "
-            "memory), off (each holds its own)",
-            SPREADS,
+            "with DP attention, shard each expanded prefix over the ranks by heads: auto (where supported), nccl or "
+            "peers (exchange by NCCL, or by stores into each other's memory), off (each rank holds its own prefixes)",
+            PREFIX_SHARDINGS,
         ),
     )
 
@@ -146,8 +145,10 @@ class HybridMLAOptions:
             raise OptionError("--hybrid-mla-mixed-tokens must be 0 (never mix) or at least 64, a page.")
         if self.dp_routing not in DP_ROUTINGS:
             raise OptionError(f"--hybrid-mla-dp-routing is {self.dp_routing!r}; use one of {', '.join(DP_ROUTINGS)}.")
-        if self.spread not in SPREADS:
-            raise OptionError(f"--hybrid-mla-spread is {self.spread!r}; use one of {', '.join(SPREADS)}.")
+        if self.prefix_sharding not in PREFIX_SHARDINGS:
+            raise OptionError(
+                f"--hybrid-mla-prefix-sharding is {self.prefix_sharding!r}; use one of {', '.join(PREFIX_SHARDINGS)}."
+            )
 
     @property
     def may_expand(self) -> bool:
@@ -155,7 +156,7 @@ class HybridMLAOptions:
         return self.mode_expands and self.prefix_memory_gb != 0
 
     @property
-    def passing_tokens(self) -> int:
+    def transient_tokens(self) -> int:
         """Tokens that prefill expands at a time for itself: whole chunks of 256, 0 where the mode never expands or no
         number is named."""
         return (self.prefill_expand_tokens or 0) // 256 * 256 if self.mode_expands else 0
@@ -200,7 +201,7 @@ _PARSERS = {
     "verify_interval": int,
     "mixed_tokens": int,
     "dp_routing": str,
-    "spread": str,
+    "prefix_sharding": str,
 }
 
 

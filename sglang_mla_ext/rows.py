@@ -64,15 +64,15 @@ class Rows:
         """The request that a row is of."""
         return row // self.each if self.each is not None else bisect_right(self._starts, row) - 1
 
-    def spread(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+    def by_row(self, segments: Sequence[Segment]) -> Sequence[Segment]:
         """Segments of requests as segments of their rows; those without any row are left out."""
         if self.each == 1:
             return segments
-        spread = (
+        in_rows = (
             replace(segment, rows=tuple(chain.from_iterable(map(self.of_request, segment.rows))))
             for segment in segments
         )
-        return [segment for segment in spread if segment.rows]
+        return [segment for segment in in_rows if segment.rows]
 
     def repeat(self, values: Sequence[T]) -> Sequence[T]:
         """`[rows]` of `[requests]` values, or of those of the first requests alone: each request's for all its rows."""

@@ -24,7 +24,7 @@ class Segment:
     """Tokens `[start, end)`, counted from the root of the tree, that all of these rows have in common.
 
     Attributes:
-        rows: ascending, each once. In a plan they are requests; `Rows.spread` makes rows of a batch of them. The first
+        rows: ascending, each once. In a plan they are requests; `Rows.by_row` makes rows of a batch of them. The first
             one is the leader: where a table of pages is read, it is the leader's.
         mode: how they are attended to.
         chunks: of naive attention, ids of the chunks that hold the tokens in order, the first token at the start of the

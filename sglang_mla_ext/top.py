@@ -96,7 +96,7 @@ def _rates(
     was = next((each for each in before["ranks"] if each["rank"] == rank["rank"]), None) if before else None
     seconds = status["time"] - before["time"] if before else 0
     rates: dict[str, float | None] = {}
-    for name in ("shared_tokens_saved", "prefill_tokens_saved", "tokens_ridden"):
+    for name in ("shared_tokens_saved", "prefill_tokens_saved", "tokens_mixed"):
         grown = rank["counters"][name] - was["counters"][name] if was else -1
         rates[name] = grown / seconds if grown >= 0 and seconds > 0 else None
     return rates
@@ -113,7 +113,7 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
     for label, name, what in (
         ("", "shared_tokens_saved", "tokens in decode"),
         ("", "prefill_tokens_saved", "tokens in prefill"),
-        ("mixed", "tokens_ridden", "prompt tokens computed in decode steps"),
+        ("mixed", "tokens_mixed", "prompt tokens computed in decode steps"),
     ):
         rate = rates[name]
         facts.add_row(label, "…" if rate is None else f"{rate:,.0f}/s", what)
@@ -126,7 +126,7 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
         Text(f"steps: {steps}; {counters['expansions']:,} expansions, {counters['evictions']:,} evictions"),
         Text(
             f"prompt tokens in decode graphs: {counters['steps_mixed']:,} mixed steps, "
-            f"{counters['prefills_ridden']:,} prefill passes"
+            f"{counters['prefills_mixed']:,} prefill passes"
         ),
     ]
     if rank.get("avg_spec_accept_length") is not None:
@@ -137,7 +137,7 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
         parts.append(Text(f"paused after a failure, for {rank['pause']:,} forward passes", style="yellow"))
     reasons = counters["fallbacks"].items()
     parts += [Text(f"fallback: {count:,} × {_printable(reason)}", style="yellow") for reason, count in reasons]
-    reasons = counters["not_ridden"].items()
+    reasons = counters["not_mixed"].items()
     parts += [
         Text(f"prefill pass not mixed: {count:,} × {_printable(reason)}", style="dim") for reason, count in reasons
     ]

@@ -35,7 +35,7 @@ class Peers:
         return buffer
 
     def exchange(self, received: Tensor, sent: Tensor) -> None:
-        """See spread.Exchange; `received` is the beginning of a buffer from `zeros`, or all of it."""
+        """See sharded.Exchange; `received` is the beginning of a buffer from `zeros`, or all of it."""
         handle, addresses = self._buffers[received.data_ptr()]
         push_to_ranks(sent, addresses, handle.rank)
         handle.barrier()

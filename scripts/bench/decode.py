@@ -100,7 +100,7 @@ def default(cache: FP8Cache) -> Callable[..., AbsorbFP8]:
     """The implementation that a server chooses."""
 
     def make(device: str, **sizes: Any) -> AbsorbFP8:
-        return make_absorb_fp8(cache.pool, dtype=torch.bfloat16, on_failure=lambda *told: print(*told), **sizes)
+        return make_absorb_fp8(cache.pool, dtype=torch.bfloat16, on_failure=print, **sizes)
 
     return make
 

@@ -62,8 +62,8 @@ def grouped_over(
     query = torch.randn(batch * query_tokens, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
     req_to_token = slots.flatten(1)  # [B, tokens]
 
-    def refuse(reason: str, error: BaseException) -> NoReturn:
-        raise RuntimeError(reason) from error
+    def refuse(error: BaseException) -> NoReturn:
+        raise RuntimeError("the kernels of grouped absorb do not run here") from error
 
     sizes = dict(max_rows=len(query), max_tokens=req_to_token.shape[1], query_tokens=query_tokens)
     in_segments = query_tokens * sum(len(segment.rows) for segment in segments)

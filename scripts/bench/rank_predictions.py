@@ -22,7 +22,7 @@ from sglang_mla_ext.predict.memory import default_fraction, memory
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, Step, predict
-from sglang_mla_ext.prefix.memory.default import PASSING_TOKENS
+from sglang_mla_ext.prefix.memory.default import TRANSIENT_TOKENS
 
 OURS = "hybrid_mla"
 BF16, FP8_PREFIX, FP8 = "BF16", "BF16, prefix FP8", "FP8"  # what `storage` returns
@@ -40,7 +40,7 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     case, name = record["case"], gpu_config_of(record["gpu"])
     assert name is not None
     gpu, flags = gpu or Gpu.from_json(name), named(record)
-    if flags.hybrid_mla_spread != "peers":  # records of `auto` are older than its choice of stores
+    if flags.hybrid_mla_prefix_sharding != "peers":  # records of `auto` are older than its choice of stores
         gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=None))
     latent, expanded = ELEMENT_BYTES[storage(record)]
     rank = Rank(case["rank"], case["layers"], case.get("of", MODELS[0]), case.get("running", 1))
@@ -51,8 +51,8 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
         case.get("dp", 1),
         latent_element_bytes=latent,
         expanded_element_bytes=expanded,
-        spread=flags.hybrid_mla_spread not in (None, "off"),
-        prefill_expand_tokens=passing_tokens(record),
+        prefix_sharding=flags.hybrid_mla_prefix_sharding not in (None, "off"),
+        prefill_expand_tokens=transient_tokens(record),
     )
 
 
@@ -70,8 +70,8 @@ def of_products(record: Mapping[str, Any]) -> str:
 
 
 def named(record: Mapping[str, Any]) -> argparse.Namespace:
-    """The extension's flags in a record's command; not to be changed."""
-    return _parsed(record["case"].get("flags", ""))
+    """The extension's flags in a record's command, by their names of today; not to be changed."""
+    return _parsed(re.sub(r"--hybrid-mla-spread\b", "--hybrid-mla-prefix-sharding", record["case"].get("flags", "")))
 
 
 @functools.cache
@@ -81,12 +81,12 @@ def _parsed(flags: str) -> argparse.Namespace:
     return parser.parse_known_args(shlex.split(flags))[0]
 
 
-def passing_tokens(record: Mapping[str, Any]) -> int:
+def transient_tokens(record: Mapping[str, Any]) -> int:
     """Return the tokens that prefill passes expanded at a time for themselves: what its command names, or the
     server's default."""
     given: int | None = named(record).hybrid_mla_prefill_expand_tokens
     expanded = ((record.get("hybrid_mla") or {}).get("counters") or {}).get("prefill_tokens_expanded")
-    return (PASSING_TOKENS if expanded else 0) if given is None else given
+    return (TRANSIENT_TOKENS if expanded else 0) if given is None else given
 
 
 def named_memory(record: Mapping[str, Any]) -> float | None:

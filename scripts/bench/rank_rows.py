@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from demo_model.rank import ALL_LAYERS, K3_MLA, MODELS
 
 from bench import rank_predictions
-from bench.rank_predictions import OURS, named, named_memory, passing_tokens
+from bench.rank_predictions import OURS, named, named_memory, transient_tokens
 from bench.records import Record
 
 MOST_REQUESTS = 256
@@ -22,7 +22,7 @@ MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2", "Kimi-K3", "Kimi-K3's 
 OF_64 = ", pages of 64"
 STOCK_BACKENDS = ("fa3", f"fa3{OF_64}", "flashinfer", "flashmla")
 HELD = {None: "alone", "off": "alone", "peers": "sharded by stores"}
-"""Ways to hold a prompt by `--hybrid-mla-spread`; `auto` was NCCL's in the records there are."""
+"""Ways to hold a prompt by `--hybrid-mla-prefix-sharding`; `auto` was NCCL's in the records there are."""
 
 Case = tuple[Any, ...]
 
@@ -101,10 +101,10 @@ def held(record: Record) -> str:
     if record["impl"] != OURS:
         return str(record["impl"]).removeprefix("sglang_")
     flags = named(record)
-    how = f"{HELD.get(flags.hybrid_mla_spread, 'sharded by NCCL')}, {named_memory(record) or 0:g} GiB"
+    how = f"{HELD.get(flags.hybrid_mla_prefix_sharding, 'sharded by NCCL')}, {named_memory(record) or 0:g} GiB"
     how += ", FP8" if flags.hybrid_mla_prefix_dtype == "fp8_e4m3" else ""
-    how += ", prefill expands for itself" if passing_tokens(record) else ""
-    mixed = record["bench"] == "short" and record["hybrid_mla"]["counters"].get("prefills_ridden")
+    how += ", prefill expands for itself" if transient_tokens(record) else ""
+    mixed = record["bench"] == "short" and record["hybrid_mla"]["counters"].get("prefills_mixed")
     return how + (", mixed steps" if mixed else "")
 
 
@@ -163,19 +163,19 @@ def served_by(record: Record) -> str:
     if record["impl"] == OURS:  # `version` is of code that was replaced since
         fp8 = "FP8 prefix" if "fp8_e4m3" in flags else None
         name = ", ".join(filter(None, [OURS, fp8, case.get("version")]))
-    may_ride, memory = named(record).hybrid_mla_mixed_tokens, named_memory(record)
+    mixed_tokens, memory = named(record).hybrid_mla_mixed_tokens, named_memory(record)
     name += f", {memory:g} GiB" if memory is not None else ""
     name += OF_64 if "--page-size 64" in flags else ""  # flashmla's and ours have 64 by themselves
     if tokenizers := re.search(r"--tokenizer-worker-num (\d+)", flags):
         name += f", {tokenizers[1]} tokenizers"
-    name += f", at most {may_ride} new tokens ride" if may_ride else ""
+    name += f", at most {mixed_tokens} new tokens mixed in" if mixed_tokens else ""
     name += ", prefill in graphs" if "--cuda-graph-backend-prefill breakable" in flags else ""
-    return name + (", nothing rides" if may_ride == 0 else "") + of_cache
+    return name + (", nothing mixed in" if mixed_tokens == 0 else "") + of_cache
 
 
 def is_ours(name: str) -> bool:
     """Return whether a name of `served_by` is our backend's over a BF16 cache, with mixed steps by default."""
-    return name.startswith(OURS) and not any(other in name for other in ("ride", "tokenizers", "FP8 cache"))
+    return name.startswith(OURS) and not any(other in name for other in ("mixed in", "tokenizers", "FP8 cache"))
 
 
 def fastest_stock(found: dict[Case, list[Record]], case: Case, backend: str) -> Case | None:

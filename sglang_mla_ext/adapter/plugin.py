@@ -105,7 +105,7 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
         for warning in limits.warnings(server):
             logger.warning("hybrid_mla: %s", warning)
         if server.prefix_ranks > 1:
-            contract.check([Feature.SPREAD, Feature.RIDING])  # the latter asks ranks before each pass, too
+            contract.check([Feature.SHARDED, Feature.MIXED])  # the latter asks ranks before each pass, too
             if on_gpu:
                 sharded_prefixes.set_environment(os.environ)
         os.environ[ASKED_VARIABLE] = "1"

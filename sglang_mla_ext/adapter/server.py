@@ -138,14 +138,15 @@ class Server:
     @property
     def prefix_ranks(self) -> int:
         """Ranks that shard expanded prefixes; 1 where each holds its own."""
-        return 1 if self.options.spread == "off" or self.sharding_obstacle is not None else self.dp_ranks
+        return 1 if self.options.prefix_sharding == "off" or self.sharding_obstacle is not None else self.dp_ranks
 
     @property
     def sharding_warning(self) -> str | None:
         """Why sharding is asked for in vain."""
-        if self.options.spread == "off" or self.sharding_obstacle is None:
+        if self.options.prefix_sharding == "off" or self.sharding_obstacle is None:
             return None
-        return f"{sharded_prefixes.FLAG} {self.options.spread} has no effect here, because of {self.sharding_obstacle}."
+        asked = f"{sharded_prefixes.FLAG} {self.options.prefix_sharding}"
+        return f"{asked} has no effect here, because of {self.sharding_obstacle}."
 
     @property
     def may_store(self) -> bool:
@@ -205,5 +206,5 @@ class Server:
             self.ranks,
             self.dp_ranks,
             expanded_element_bytes=1 if fp8 else 2,
-            spread=self.prefix_ranks > 1,
+            prefix_sharding=self.prefix_ranks > 1,
         )

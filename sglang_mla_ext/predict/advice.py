@@ -20,7 +20,7 @@ WORTH = 1.03
 CLEARLY = 1.05
 """So much better must another dtype or deployment be to be named."""
 LATER = "with later first tokens where many requests come at once"
-"""What spread prefixes cost where prefill passes expand nothing for themselves."""
+"""What sharded prefixes cost where prefill passes expand nothing for themselves."""
 PREFILL = "Prefill gains in addition: a pass expands a prompt once for all of its requests."
 NEARLY = 0.98
 """Of the best gain; less memory that gives so much is preferred."""
@@ -82,8 +82,8 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
     if of.expanded_element_bytes != of.latent_element_bytes:
         flags.append(f"--hybrid-mla-prefix-dtype {'fp8_e4m3' if of.expanded_element_bytes == 1 else 'bf16'}")
     if of.dp > 1:
-        flags.append("--hybrid-mla-spread auto" if of.spread else "--hybrid-mla-dp-routing prefix")
-    flags += _passing(best) + _most_running(best)
+        flags.append("--hybrid-mla-prefix-sharding auto" if of.prefix_sharding else "--hybrid-mla-dp-routing prefix")
+    flags += _prefill_expand_tokens(best) + _most_running(best)
     tokens = {"stock": memory.tokens(shared=False), "shared": memory.tokens(shared=True)}
     pays = {prompt: sharing.pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in asked.prompts}
     alternatives = list(_alternatives(best))
@@ -93,7 +93,7 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
         notes.append(f"With the default memory for prefixes ({divided.taken / GIB:.1f} GiB) expect {usual}.")
     if turn_on and _most_running(best):
         notes.append("Requests beyond --max-running-requests wait.")
-    if turn_on and of.dp > 1 and not of.spread:
+    if turn_on and of.dp > 1 and not of.prefix_sharding:
         notes.append("Routing by prefix keeps requests of one prompt on one rank; the ratio assumes it.")
     if of.prefill_expand_tokens:
         notes.append(PREFILL)
@@ -167,16 +167,18 @@ def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
 
 
 def _alternatives(best: Choice) -> Iterator[str]:
-    """What else is clearly better: FP8 prefixes, prefixes spread over ranks, ranks that share heads in another way."""
+    """What else is clearly better: FP8 prefixes, prefixes sharded over ranks, ranks that share heads in another way."""
     of, asked = best.of, replace(best.asked, for_prefixes=None)
     fp8 = "--hybrid-mla-prefix-dtype fp8_e4m3", "at FP8's precision"
-    spread = "--hybrid-mla-spread auto", "" if of.prefill_expand_tokens else LATER
+    sharding = "--hybrid-mla-prefix-sharding auto", "" if of.prefill_expand_tokens else LATER
     reached = most = best.outcome.mean
-    for ways in ((fp8,), (spread,), (fp8, spread)):
+    for ways in ((fp8,), (sharding,), (fp8, sharding)):
         flags, prices = zip(*ways, strict=True)
-        with contextlib.suppress(ValueError):  # ranks that cannot spread
+        with contextlib.suppress(ValueError):  # ranks that cannot shard
             fewer = 1 if fp8 in ways else of.expanded_element_bytes
-            changed = replace(of, expanded_element_bytes=fewer, spread=of.spread or (spread in ways and of.dp > 1))
+            changed = replace(
+                of, expanded_element_bytes=fewer, prefix_sharding=of.prefix_sharding or (sharding in ways and of.dp > 1)
+            )
             other = _best(changed, asked)
             if other is not None and other.outcome.mean > CLEARLY * (reached if len(ways) == 1 else most):
                 most = max(most, other.outcome.mean)
@@ -185,7 +187,7 @@ def _alternatives(best: Choice) -> Iterator[str]:
     if of.tp > 1 and asked.step_ms is None:
         dp = 1 if of.dp > 1 else of.tp
         try:
-            other = _best(asked.with_passing(replace(of, dp=dp, spread=False)), asked)
+            other = _best(asked.with_transient_expansion(replace(of, dp=dp, prefix_sharding=False)), asked)
         except ValueError:  # heads do not divide so
             return
         if other is not None and other.outcome.tokens_per_s > CLEARLY * best.outcome.tokens_per_s:
@@ -199,14 +201,16 @@ def _flags(choice: Choice, *flags: str) -> str:
     """These and, where a size is to be named, that, in words."""
     size = choice.asked.for_prefixes
     named = [] if size is None else [f"--hybrid-mla-prefix-memory-gb {size:g}"]
-    *first, last = [*flags, *named, *_passing(choice), *_most_running(choice)] or [""]
+    *first, last = [*flags, *named, *_prefill_expand_tokens(choice), *_most_running(choice)] or [""]
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _passing(choice: Choice) -> list[str]:
+def _prefill_expand_tokens(choice: Choice) -> list[str]:
     """The flag for what prefill passes expand for themselves, where that is not the server's default."""
     tokens = choice.of.prefill_expand_tokens
-    by_itself = replace(choice.asked, passing=None).with_passing(choice.of).prefill_expand_tokens
+    by_itself = (
+        replace(choice.asked, prefill_expand_tokens=None).with_transient_expansion(choice.of).prefill_expand_tokens
+    )
     return [] if tokens == by_itself else [f"--hybrid-mla-prefill-expand-tokens {tokens}"]
 
 

@@ -5,9 +5,9 @@ once its client has heard of the end. The question is prefilled in one of two wa
 
 - in turns: an eager pass takes all that wait, before the next decode step, and everyone waits for it; another one
   takes those who come meanwhile. Its time is the larger of what the GPU needs and what the host needs for the launches;
-- mixed (mixed.py): new tokens ride in decode steps, in the order of their requests, so many in each as may; where too
-  many wait they take a pass. With DP attention they ride in passes of their own, without running requests, where those
-  are faster than an eager pass.
+- mixed (mixed.py): new tokens join decode steps, in the order of their requests, so many in each as may; where too
+  many wait they take a pass. With DP attention they have mixed passes of their own, without running requests, where
+  those are faster than an eager pass.
 
 Ranks of DP attention step together: those with requests that wait take a pass while the others decode, and all wait for
 the longest. The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it:
@@ -107,7 +107,7 @@ def pass_kernels_seconds(of: Deployment, prefix: int, tokens: int, requests: int
     Args:
         expanded: first tokens of the prefix whose keys and values are kept.
     """
-    of = replace(of, spread=False)
+    of = replace(of, prefix_sharding=False)
     arriving, again = Arriving(of.dp * tokens, of.dp * requests), prefix - expanded
     seconds = predict(of, Cover(naive=prefix), 0, prefix, 0, arriving).seconds
     if not (of.prefill_expand_tokens and (requests - 1) * again >= FEWEST_SAVED // of.cost.local_heads):
@@ -118,7 +118,7 @@ def pass_kernels_seconds(of: Deployment, prefix: int, tokens: int, requests: int
     return seconds
 
 
-def riding_seconds(of: Deployment, traffic: Traffic, requests: int, chunks: int | None) -> float:
+def mixed_seconds(of: Deployment, traffic: Traffic, requests: int, chunks: int | None) -> float:
     """The new tokens of so many requests of all ranks, in decode graphs without running requests."""
     mine = of.per_rank(requests)
     seconds, left = 0.0, mine * traffic.question
@@ -137,12 +137,12 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
     Args:
         chunks: see `Deployment.cover`.
     Returns:
-        New tokens that may ride in a step of a rank, and what comes of each way.
+        New tokens that may be mixed into a step of a rank, and what comes of each way.
     Raises:
         ValueError: the GPU has no constants of a step.
     """
     prefix, tail, stock = traffic.prefix, traffic.tail, replace(of, prefill_expand_tokens=0)
-    may_ride = allowed(of)
+    mixed_tokens = allowed(of)
 
     def absorb(running: int, _: int) -> float:
         return predict(of, PLAIN, running, prefix, tail).seconds
@@ -157,7 +157,7 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
         return pass_seconds(of, traffic, requests, kept)
 
     def fastest_pass(requests: int) -> float:
-        return min(eager_pass(requests), riding_seconds(of, traffic, requests, chunks))
+        return min(eager_pass(requests), mixed_seconds(of, traffic, requests, chunks))
 
     def in_turns(step: Callable[[int, int], float], prefill: Callable[[int], float]) -> Served:
         return serve(traffic, cache(step), prefill=cache(prefill), ranks=of.dp)
@@ -169,14 +169,14 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
     if of.dp > 1:
         found["mixed"] = in_turns(chosen, fastest_pass)
     else:
-        found["mixed"] = serve(traffic, cache(chosen), may_ride, cache(eager_pass))
-    return may_ride, found
+        found["mixed"] = serve(traffic, cache(chosen), mixed_tokens, cache(eager_pass))
+    return mixed_tokens, found
 
 
 def serve(
     traffic: Traffic,
     step: Callable[[int, int], float],
-    may_ride: int = 0,
+    mixed_tokens: int = 0,
     prefill: Callable[[int], float] | None = None,
     ranks: int = 1,
     client_s: float = CLIENT_S,
@@ -185,8 +185,9 @@ def serve(
 
     Args:
         step: seconds of one, of running requests and new tokens, of all ranks.
-        may_ride: new tokens in a step at most; prefill: seconds of a pass of so many requests of all ranks, as many on
-            each, where more wait than may ride in `MOST_STEPS` steps.
+        mixed_tokens: new tokens in a step at most.
+        prefill: seconds of a pass of so many requests of all ranks, as many on each, where more wait than may be mixed
+            in `MOST_STEPS` steps.
         ranks: of data parallelism.
         client_s: from a request's last token to the next request's arrival.
     """
@@ -202,22 +203,22 @@ def serve(
         if not any(rank.running or rank.waiting for rank in of):
             now = min(rank.sent[0] for rank in of if rank.sent)
             continue
-        passing = [rank for rank in of if rank.wait > MOST_STEPS * may_ride] if prefill is not None else []
-        decoding = [rank for rank in of if rank not in passing]
+        in_pass = [rank for rank in of if rank.wait > MOST_STEPS * mixed_tokens] if prefill is not None else []
+        decoding = [rank for rank in of if rank not in in_pass]
         running, new = sum(rank.running for rank in decoding), 0
         for rank in of:
-            rank.begun, tokens = _admit(rank.waiting, math.inf if rank in passing else may_ride)
+            rank.begun, tokens = _admit(rank.waiting, math.inf if rank in in_pass else mixed_tokens)
             new += tokens if rank in decoding else 0
         decode_s = step(running, new) if running or new else 0.0
-        pass_s = prefill(ranks * max(len(rank.begun) for rank in passing)) if prefill and passing else 0.0
+        pass_s = prefill(ranks * max(len(rank.begun) for rank in in_pass)) if prefill and in_pass else 0.0
         now += max(decode_s, pass_s)
         for rank in of:
             first.update(now - came for came in rank.begun)
             # Of an answer's tokens the first is no decode step's.
-            next_step = rank.steps if rank in passing else rank.steps + 1
+            next_step = rank.steps if rank in in_pass else rank.steps + 1
             rank.ends.update(next_step + draw.randint(2, warm - 2) - 2 for _ in rank.begun)
             rank.running += len(rank.begun)
-            if rank in passing:
+            if rank in in_pass:
                 rank.told[now] += len(rank.begun)
                 continue
             for told, count in rank.told.items():

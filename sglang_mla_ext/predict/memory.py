@@ -10,7 +10,7 @@ from sglang_mla_ext.predict.linear import STATE_SHARE, STATES_OF_A_REQUEST
 from sglang_mla_ext.predict.sharing import may_group
 from sglang_mla_ext.predict.step import Deployment
 from sglang_mla_ext.predict.weights import embedding_bytes
-from sglang_mla_ext.prefix.memory.default import PASSING_TOKENS, default_bytes, default_passing_tokens
+from sglang_mla_ext.prefix.memory.default import TRANSIENT_TOKENS, default_bytes, default_transient_tokens
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ def state_share(of: Deployment) -> float:
 
 def buffer_bytes(of: Deployment, *, expands: bool) -> int:
     """The extension's own buffers on one GPU, but for some MiB: the partials, which are nearly all of them, what ranks
-    exchange, queries and results in BF16, sent and received, and `passing_bytes`."""
+    exchange, queries and results in BF16, sent and received, and `transient_bytes`."""
     dims = of.cost.dims
     per_head = SEGMENTS_PER_ROW * 4 * (dims.v_head_dim * expands + dims.kv_lora_rank * may_group(of.cost))
-    if of.spread and expands:
+    if of.prefix_sharding and expands:
         per_head += 4 * dims.naive_macs
-    return MAX_ROWS * of.cost.local_heads * per_head + passing_bytes(of)
+    return MAX_ROWS * of.cost.local_heads * per_head + transient_bytes(of)
 
 
-def passing_bytes(of: Deployment) -> int:
+def transient_bytes(of: Deployment) -> int:
     """Of these, what prefill expands for itself, in BF16, and its results."""
     dims = of.cost.dims
     if not of.prefill_expand_tokens:
@@ -95,7 +95,7 @@ def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -
     budget = left - states
     token, latent = (each * of.dims.num_layers for each in (of.cost.expanded_token_bytes, of.cost.latent_row_bytes))
     if for_prefixes is None:
-        buffers, beside = buffer_bytes(replace(of, prefill_expand_tokens=0), expands=True), passing_bytes(of)
+        buffers, beside = buffer_bytes(replace(of, prefill_expand_tokens=0), expands=True), transient_bytes(of)
         for_prefixes = default_bytes(int(budget), buffers, token, beside)
     for_prefixes = min(for_prefixes, budget)
     chunks = max(int((for_prefixes - buffer_bytes(of, expands=True)) // (token * CHUNK_TOKENS)), 0)
@@ -103,14 +103,14 @@ def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -
     return Memory(weights, states, of_requests, budget, taken, chunks, latent, token)
 
 
-def default_passing(of: Deployment, fraction: float, for_prefixes: float | None = None) -> int:
+def default_transient_tokens_of(of: Deployment, fraction: float, for_prefixes: float | None = None) -> int:
     """Tokens that a prefill pass of a server expands at a time for itself, where nothing is said of that; arguments are
     those of `memory`."""
     if of.dp == 1 or of.query_tokens > 1:
         return 0
-    of = replace(of, prefill_expand_tokens=PASSING_TOKENS)
+    of = replace(of, prefill_expand_tokens=TRANSIENT_TOKENS)
     named = None if for_prefixes is None else int(for_prefixes)
-    return default_passing_tokens(PASSING_TOKENS, int(memory(of, fraction).budget), passing_bytes(of), named)
+    return default_transient_tokens(TRANSIENT_TOKENS, int(memory(of, fraction).budget), transient_bytes(of), named)
 
 
 def fraction_that_fits(of: Deployment, tokens: int) -> float:

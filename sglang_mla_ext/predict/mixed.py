@@ -1,4 +1,4 @@
-"""Mixed steps: new tokens of short prompts ride as rows of the decode step, and how many may.
+"""Mixed steps: new tokens of short prompts are rows of the decode step; how many may be.
 
 A new row costs what a decode row costs: products for one row more, attention to the shared prefix, which is read once
 for all where it is expanded, and attention to what its own request has before it. The weights are read once for all
@@ -44,13 +44,13 @@ def mixed_step(
 
 
 def allowed(of: Deployment) -> int:
-    """New tokens that a server lets ride in a step unless it is told. With DP attention the most there are: such a step
+    """New tokens that a server mixes into a step unless it is told. With DP attention the most there are: such a step
     has no running requests, which would wait for a token."""
     return MOST_NEW if of.dp > 1 else max(LEAST_NEW, bound(of, REQUESTS, PROMPT, TAIL))
 
 
 def bound(of: Deployment, running: int, prefix: int, tail: int, chunks: int | None = None) -> int:
-    """New tokens that may ride in a step of one rank: the most with which it is predicted to take at most `SLOWER`
+    """New tokens that may be mixed into a rank's step: the most with which it is predicted to take at most `SLOWER`
     times as long as without them; a multiple of `ROWS_STEP`.
 
     They are taken for one newcomer's, whose rows attend to more than those of several.

@@ -10,7 +10,13 @@ from typing import Any
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS  # plain Python
 from sglang_mla_ext.predict import burst, sharing
 from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds
-from sglang_mla_ext.predict.memory import Memory, default_fraction, default_passing, fraction_that_fits, memory
+from sglang_mla_ext.predict.memory import (
+    Memory,
+    default_fraction,
+    default_transient_tokens_of,
+    fraction_that_fits,
+    memory,
+)
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, allowed_modes, predict
 from sglang_mla_ext.prefix.planner.gpu_rates import ModeRates
@@ -38,7 +44,7 @@ class Asked:
         answer, question: mean tokens of an answer, where requests are to end and be replaced, and new tokens of a
             prompt.
         pass_ms: host time of an eager prefill pass; None: as measured elsewhere, by layers.
-        passing: tokens that a prefill pass expands at a time for itself; None: as the server chooses.
+        prefill_expand_tokens: tokens that a prefill pass expands at a time for itself; None: as the server chooses.
         chunk_tokens: new tokens of a prefill pass (`--chunked-prefill-size`).
         most_running: requests that the server with the extension runs at a time (`--max-running-requests`); None: as
             many as its cache holds.
@@ -56,7 +62,7 @@ class Asked:
     answer: int | None = None
     question: int = 128
     pass_ms: float | None = None
-    passing: int | None = None
+    prefill_expand_tokens: int | None = None
     chunk_tokens: int = burst.CHUNK_TOKENS
     most_running: int | None = None
 
@@ -66,11 +72,13 @@ class Asked:
             return None
         return memory(of, *self._divided_by(of))
 
-    def with_passing(self, of: Deployment) -> Deployment:
+    def with_transient_expansion(self, of: Deployment) -> Deployment:
         """The deployment with what its prefill passes expand for themselves."""
-        if self.passing is not None:
-            return dataclasses.replace(of, prefill_expand_tokens=self.passing // CHUNK_TOKENS * CHUNK_TOKENS)
-        tokens = 0 if of.gpu.sheet is None else default_passing(of, *self._divided_by(of))
+        if self.prefill_expand_tokens is not None:
+            return dataclasses.replace(
+                of, prefill_expand_tokens=self.prefill_expand_tokens // CHUNK_TOKENS * CHUNK_TOKENS
+            )
+        tokens = 0 if of.gpu.sheet is None else default_transient_tokens_of(of, *self._divided_by(of))
         return dataclasses.replace(of, prefill_expand_tokens=tokens)
 
     def fraction_of(self, of: Deployment) -> float:
@@ -111,7 +119,7 @@ def report(of: Deployment, asked: Asked) -> dict[str, Any]:
         },
         "tp": of.tp,
         "dp": of.dp,
-        "spread": of.spread,
+        "prefix_sharding": of.prefix_sharding,
         "prefill_expand_tokens": of.prefill_expand_tokens,
         "heads_per_gpu": of.cost.local_heads,
         "query_tokens": of.query_tokens,
@@ -286,12 +294,12 @@ def replaced(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: i
     found = []
     for host_s in asked.hosts(of):
         traffic = Traffic(requests, prompt, asked.question, asked.answer, host_s)
-        may_ride, ways = compared(of, traffic, chunks)
+        mixed_tokens, ways = compared(of, traffic, chunks)
         if (fewer := asked.may_run(requests)) < requests:
             ways |= {**compared(of, dataclasses.replace(traffic, requests=fewer), chunks)[1], "absorb": ways["absorb"]}
         entry: dict[str, Any] = {
             "prefill_pass_ms": host_s * 1e3,
-            "mixed_tokens": may_ride,
+            "mixed_tokens": mixed_tokens,
             "new_tokens_a_step": traffic.new_tokens / of.dp,
         }
         for way, served in ways.items():

@@ -85,7 +85,7 @@ class _Prompt:
 
 def may_group(cost: CostModel) -> bool:
     """Whether a server's `auto` has grouped absorb with these heads on this GPU."""
-    if cost.ranks > 1:  # what is spread is shared among the requests of all ranks, in one way
+    if cost.ranks > 1:  # what is sharded is shared among the requests of all ranks, in one way
         return False
     return cost.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(cost.local_heads) is not None
 

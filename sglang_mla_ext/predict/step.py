@@ -7,9 +7,9 @@
 
 Layers with linear attention have the other launches, too, and their states in place of attention (linear.py).
 
-The work is the cost model's (prefix/planner/cost_model.py); the constants are named in rates.py. New tokens that ride
-in the step (mixed.py) are rows more of all of it. What is not in it: drafts of a speculative step, eager prefill beside
-decoding, and that requests end and begin (arrivals.py).
+The work is the cost model's (prefix/planner/cost_model.py); the constants are named in rates.py. New tokens mixed in
+(mixed.py) are rows more of all of it. What is not in it: drafts of a speculative step, eager prefill beside decoding,
+and that requests end and begin (arrivals.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GPUS_OF_A_HOST = 8  # that store into each other's memory, where ranks hold pref
 
 @dataclass(frozen=True)
 class Arriving:
-    """New tokens that ride in a decode step as rows of it.
+    """New tokens that are mixed into a decode step as rows of it.
 
     Attributes:
         tokens: of all data-parallel ranks, which have as many each; requests: whose they are, with as many each.
@@ -68,7 +68,7 @@ class Deployment:
         query_tokens: of a request in a step.
         latent_element_bytes, expanded_element_bytes: of the KV cache and of expanded prefixes, 2 or 1.
         dtype: of the weights, see `weights.products`.
-        spread: data-parallel ranks hold expanded prefixes together (--hybrid-mla-spread).
+        prefix_sharding: data-parallel ranks hold expanded prefixes together (--hybrid-mla-prefix-sharding).
         prefill_expand_tokens: that a prefill pass expands at a time for itself (--hybrid-mla-prefill-expand-tokens).
     """
 
@@ -80,7 +80,7 @@ class Deployment:
     latent_element_bytes: int = 2
     expanded_element_bytes: int = 2
     dtype: str = "auto"
-    spread: bool = False
+    prefix_sharding: bool = False
     prefill_expand_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -89,10 +89,10 @@ class Deployment:
             raise ValueError(f"--dp {self.dp} does not divide --tp {self.tp}: SGLang's ranks are counted by --tp")
         if self.dims.num_heads % self.head_ranks:
             raise ValueError(f"{self.dims.num_heads} heads do not divide among {self.head_ranks} ranks")
-        if self.spread and (self.dp == 1 or self.dp != self.tp or self.dims.num_heads % self.dp):
+        if self.prefix_sharding and (self.dp == 1 or self.dp != self.tp or self.dims.num_heads % self.dp):
             raise ValueError(
-                f"prefixes are spread over ranks of DP attention with requests of their own, which divide "
-                f"{self.dims.num_heads} heads: --spread needs --dp as large as --tp"
+                f"prefixes are sharded over ranks of DP attention with requests of their own, which divide "
+                f"{self.dims.num_heads} heads: --prefix-sharding needs --dp as large as --tp"
             )
         if self.has_states and (self.query_tokens > 1 or self.latent_element_bytes < 2):
             raise ValueError("beside layers with linear attention a server takes neither drafts nor an FP8 cache")
@@ -140,7 +140,7 @@ class Deployment:
             self.expanded_element_bytes,
             self.latent_element_bytes,
             self.query_tokens,
-            self.dp if self.spread else 1,
+            self.dp if self.prefix_sharding else 1,
         )
 
     @cached_property
@@ -166,13 +166,13 @@ class Deployment:
     def kept_for_prefill(self, requests: int, prompt: int, chunks: int | None = None) -> int:
         """First tokens of a prompt that prefill finds expanded, while so many requests of all ranks share it: what
         ranks hold together none of them prefills with. See `plan`."""
-        return 0 if self.spread else self.cover(self.per_rank(requests), prompt, chunks).naive
+        return 0 if self.prefix_sharding else self.cover(self.per_rank(requests), prompt, chunks).naive
 
     def per_rank(self, requests: int) -> int:
         """Requests on the busiest of the data-parallel ranks."""
         return -(-requests // self.dp)
 
-    def riders(self, arriving: Arriving) -> int:
+    def mixed_rows(self, arriving: Arriving) -> int:
         """New tokens on the busiest of the data-parallel ranks, in requests, which have `query_tokens` rows each."""
         return -(-self.per_rank(arriving.tokens) // self.query_tokens)
 
@@ -232,8 +232,8 @@ def attention_seconds(
     """
     if of.gpu.step is None:
         raise ValueError(f"{of.gpu.key} has no constants of a step")
-    riders = of.riders(arriving)
-    everyone = requests + riders
+    mixed_rows = of.mixed_rows(arriving)
+    everyone = requests + mixed_rows
     if everyone * of.cost.ranks < 2:
         cover = PLAIN
     cost, step = of.cost, of.gpu.step
@@ -247,9 +247,9 @@ def attention_seconds(
         seconds += cost.exchange_seconds(everyone * cost.ranks)
     seconds += latent_seconds(cost, everyone, prompt - sum(cover), step.padding, shared=True)
     seconds += latent_seconds(cost, requests, tail, step.padding)
-    if riders:
-        newcomers = min(of.per_rank(arriving.requests), riders)
-        each = -(-riders // newcomers)
+    if mixed_rows:
+        newcomers = min(of.per_rank(arriving.requests), mixed_rows)
+        each = -(-mixed_rows // newcomers)
         seconds += newcomers * latent_seconds(cost, each, arriving.own, step.padding, shared=True)
     return seconds
 
@@ -276,14 +276,14 @@ def predict(of: Deployment, cover: Cover, requests: int, prompt: int, tail: int,
     Args:
         cover: how each rank attends to the prompt.
         tail: tokens of each request after the prompt.
-        arriving: new tokens that ride, rows more of all products.
+        arriving: new tokens mixed in, rows more of all products.
     Raises:
         ValueError: the GPU has no constants of a step.
     """
     if (rates := of.gpu.step) is None or of.gpu.sheet is None:
         raise ValueError(f"{of.gpu.key} has no constants of a step")
     mine = of.per_rank(requests)
-    rows = (mine + of.riders(arriving)) * of.query_tokens
+    rows = (mine + of.mixed_rows(arriving)) * of.query_tokens
     all_rows = rows * of.dp
     products: dict[str, float] = {}
     for product in of.products:

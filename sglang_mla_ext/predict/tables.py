@@ -65,7 +65,7 @@ def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     """What the planner compares, by prompt and number of requests, and what it plans."""
     each = f", {of.query_tokens} tokens each" if of.query_tokens > 1 else ""
     stored = "FP8" if of.expanded_element_bytes == 1 else "BF16"
-    together = f" ({of.cost.expanded_heads} of a prefix)" if of.spread else ""
+    together = f" ({of.cost.expanded_heads} of a prefix)" if of.prefix_sharding else ""
     heads = f"{asked.model}, {of.cost.local_heads} heads a GPU{together}, {asked.gpu}, {stored}{each}"
     table = Table(title=f"{heads}: attention to the whole prefix in each mode, ms a layer, and the server's plan")
     modes = allowed_modes(of)
@@ -192,7 +192,7 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
         lines.append("Exchanges between GPUs are from the data sheet, not measured.")
     if of.has_states:
         lines += _of_linear_layers(of, found)
-    if of.spread:
+    if of.prefix_sharding:
         lines.append("Prefixes are sharded over ranks; the cost of the exchange was measured on two GPUs.")
     if found["memory"] is not None and not found["memory"]["budget_gib"]:
         lines.append("The weights do not fit in this memory: steps are shown as if they did.")
@@ -255,8 +255,8 @@ def _of_arrivals(of: Deployment, found: dict[str, Any]) -> list[str]:
     rank = " of a rank" if of.dp > 1 else ""
     for case in found["cases"]:
         arrivals = case["arrivals"][0]
-        new, may_ride = arrivals["new_tokens_a_step"], arrivals["mixed_tokens"]
+        new, mixed_tokens = arrivals["new_tokens_a_step"], arrivals["mixed_tokens"]
         said = f"{case['prompt']:,} tokens, {requests(of, case)} requests: {new:.0f} new tokens a step{rank}, "
-        others = "; the others take prefill passes" if new > may_ride else ""
-        lines.append(f"{said}up to {may_ride} of them in the decode graph{others}")
+        others = "; the others take prefill passes" if new > mixed_tokens else ""
+        lines.append(f"{said}up to {mixed_tokens} of them in the decode graph{others}")
     return lines

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.memory.pool import NOT_COVERED, ExpandedPool
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
+from sglang_mla_ext.reasons import Fallback
 
 
 class RadixSource:
@@ -42,7 +43,7 @@ class RadixSource:
         if owners and self._pool.version != version:  # chunks have other owners, or none
             found = self.tree.shared(requests, also=self._pool.nodes, whole=whole, of=expanded_of)
         if not found.complete:
-            self._counters.fall_back("the tree is too deep to be searched in one step")
+            self._counters.fall_back(Fallback.TREE_TOO_DEEP)
         if self._distrusted:
             self._forgive_what_left(self.tree)
             found = found.without(self._distrusted)

@@ -82,10 +82,12 @@ def test_ranks_that_divide_the_requests(tmp_path: Path) -> None:
     check_ranks(found, largest_group=BATCH // 2)
 
 
-def spread(mode: str, via: str = "auto", env: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
+def sharded(mode: str, via: str = "auto", env: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
     """One of MODES, in which ranks hold prefixes together."""
     one = MODES[mode]
-    return one | DP_ATTENTION | arguments | dict(env=one["env"] | {"SGLANG_HYBRID_MLA_SPREAD": via} | (env or {}))
+    return (
+        one | DP_ATTENTION | arguments | dict(env=one["env"] | {"SGLANG_HYBRID_MLA_PREFIX_SHARDING": via} | (env or {}))
+    )
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -97,21 +99,21 @@ def test_ranks_that_hold_prefixes_together(tmp_path: Path, fp8: bool) -> None:
     engines: dict[str, dict[str, Any]] = {"stock": STOCK | DP_ATTENTION}
     if fp8:
         engines["stock_fp8"] = STOCK | FP8 | DP_ATTENTION
-        engines |= {mode: spread(mode) for mode in ("naive, FP8 prefix", "naive, FP8 cache")}
+        engines |= {mode: sharded(mode) for mode in ("naive, FP8 prefix", "naive, FP8 cache")}
     else:
         engines |= {
-            "naive": spread("naive"),
-            "naive, in turn": spread("naive", in_turn=True, fillers=1),
-            "naive, checked": spread("naive", env={"SGLANG_HYBRID_MLA_VERIFY_INTERVAL": "3"}),
-            "naive, by stores": spread("naive", "peers"),
+            "naive": sharded("naive"),
+            "naive, in turn": sharded("naive", in_turn=True, fillers=1),
+            "naive, checked": sharded("naive", env={"SGLANG_HYBRID_MLA_VERIFY_INTERVAL": "3"}),
+            "naive, by stores": sharded("naive", "peers"),
         }
     engines = {name: one | dict(port=31500 + 50 * i) for i, (name, one) in enumerate(engines.items())}
     nested = {name: one | dict(nested=True) for name, one in {"truth": TRUTH, **engines}.items()}
     found = all_answers(model, tmp_path, nested, NESTED_AT_A_TIME)
     for name in engines.keys() - STOCK_ENGINES:
         one, other = (rank["counters"] for rank in found[name]["ranks"])
-        print(name, one["steps_spread"], one["not_spread"], one["expanded_tokens"], other["expanded_tokens"])
-        assert one["steps_spread"] == other["steps_spread"] > NEW_TOKENS // 2, (name, one, other)
+        print(name, one["steps_sharded"], one["not_sharded"], one["expanded_tokens"], other["expanded_tokens"])
+        assert one["steps_sharded"] == other["steps_sharded"] > NEW_TOKENS // 2, (name, one, other)
         assert one["shadow_failures"] == other["shadow_failures"] == 0, (name, one, other)
         assert (one["shadow_checks"] > 0) == name.endswith("checked")
     check_ranks(found, largest_group=BATCH // 2)
@@ -123,9 +125,9 @@ def test_drafts_over_prefixes_that_ranks_hold_together(tmp_path: Path) -> None:
     drafts = DRAFTS | dict(max_running_requests=2 * BATCH + 16)
     engines = {
         "stock": STOCK | DP_ATTENTION,
-        "naive": spread("naive"),
-        "naive, in turn": spread("naive", in_turn=True),
-        "naive, checked": spread("naive", env={"SGLANG_HYBRID_MLA_VERIFY_INTERVAL": "3"}),
+        "naive": sharded("naive"),
+        "naive, in turn": sharded("naive", in_turn=True),
+        "naive, checked": sharded("naive", env={"SGLANG_HYBRID_MLA_VERIFY_INTERVAL": "3"}),
     }
     engines = {name: one | drafts | dict(port=31500 + 50 * i) for i, (name, one) in enumerate(engines.items())}
     alone = {"truth": TRUTH, "flashinfer": FLASHINFER | dict(disable_radix_cache=True)}
@@ -136,7 +138,7 @@ def test_drafts_over_prefixes_that_ranks_hold_together(tmp_path: Path) -> None:
     for name in engines.keys() - STOCK_ENGINES:
         check(name, apart[name], apart["flashinfer"], fp8=False)
         one, other = (rank["counters"] for rank in found[name]["ranks"])
-        assert one["steps_spread"] == other["steps_spread"] > NEW_TOKENS // 2, (name, one, other)
+        assert one["steps_sharded"] == other["steps_sharded"] > NEW_TOKENS // 2, (name, one, other)
         assert one["steps_verify"] > 0 and one["fallbacks"] == other["fallbacks"] == {}, (name, one, other)
         assert one["shadow_failures"] == other["shadow_failures"] == 0, (name, one, other)
         assert (one["shadow_checks"] > 0) == name.endswith("checked")

@@ -288,7 +288,7 @@ def make_by_dispatch(problem: Problem, failures: list[str]) -> Any:
         heads=16,
         layout=LAYOUT,
         dtype=torch.float32,
-        on_failure=lambda reason, error: failures.append(str(error)),
+        on_failure=lambda error: failures.append(str(error)),
         max_rows=MAX_ROWS,
         max_tokens=MAX_TOKENS,
     )

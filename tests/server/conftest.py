@@ -325,14 +325,14 @@ two_ranks = _server(
 dp_attention = _server(
     "dp_attention",
     *(*NAIVE, *SIZED, *PREFIXES, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
-    *("--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-spread", "auto", "--hybrid-mla-verify-interval", "5"),
+    *("--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-prefix-sharding", "auto", "--hybrid-mla-verify-interval", "5"),
     *("--hybrid-mla-prefill-expand-tokens", "256"),
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **FAILS},
 )
 dp_attention_of_four = _server(
     "dp_attention_of_four",
     *(*NAIVE, *SIZED, *PREFIXES, "--tp", "4", "--dp-size", "4", "--enable-dp-attention"),
-    *("--hybrid-mla-spread", "auto", "--hybrid-mla-verify-interval", "5"),
+    *("--hybrid-mla-prefix-sharding", "auto", "--hybrid-mla-verify-interval", "5"),
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"},
 )
 # And each with prefixes of its own.
@@ -390,19 +390,19 @@ cramped = _server(
     real=True,
 )
 
-# New tokens ride in its decode steps, which without a GPU have no graph; every fourth step is computed again.
-RIDING = (*NAIVE, *SIZED, *PREFIXES, "--max-running-requests", "12")
-riding = _server(
-    "riding",
-    *(*RIDING, "--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-verify-interval", "4"),
+# New tokens are mixed into its decode steps, which without a GPU have no graph; every fourth step is computed again.
+MIXED = (*NAIVE, *SIZED, *PREFIXES, "--max-running-requests", "12")
+mixed = _server(
+    "mixed",
+    *(*MIXED, "--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-verify-interval", "4"),
     "--enable-return-hidden-states",
     *("--max-total-tokens", "4096", "--schedule-conservativeness", "0.01"),  # so that it can be full
     *("--enable-priority-scheduling", PROCESSOR),
 )
 # So many at a time of every prompt, whoever shares most comes first, and SGLang takes back requests.
-riding_in_pieces = _server(
-    "riding_in_pieces",
-    *(*RIDING, "--hybrid-mla-mixed-tokens", "96", "--chunked-prefill-size", "96", "--schedule-policy", "lpm"),
+mixed_in_pieces = _server(
+    "mixed_in_pieces",
+    *(*MIXED, "--hybrid-mla-mixed-tokens", "96", "--chunked-prefill-size", "96", "--schedule-policy", "lpm"),
     environment={RUN_FIRST: str(Path(__file__).with_name("retracting.py"))},
 )
 
@@ -472,7 +472,7 @@ on_host_drafts = _server("on_host_drafts", *ON_HOST, *DRAFTING, model=demo)
 drafts_of_two = _server(
     "drafts_of_two",
     *(*NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
-    *("--hybrid-mla-spread", "auto", "--hybrid-mla-verify-interval", "5"),
+    *("--hybrid-mla-prefix-sharding", "auto", "--hybrid-mla-verify-interval", "5"),
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     model=demo,
 )

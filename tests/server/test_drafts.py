@@ -34,7 +34,7 @@ def test_ranks_that_hold_prefixes_together(stock_demo: Reference, drafts_of_two:
     drafts_of_two.ask(*[Chat(SYSTEM, "Hello", 1)] * 2)
     assert_same(drafts_of_two.ask(*chats(6)), expected.result())
     found = drafts_of_two.counters()
-    assert len({each["steps_spread"] for each in found}) == 1 < found[0]["steps_spread"] <= found[0]["steps_naive"]
+    assert len({each["steps_sharded"] for each in found}) == 1 < found[0]["steps_sharded"] <= found[0]["steps_naive"]
     for each in found:
         assert each["expansions"] == 1 and each["max_group_size"] == 3 and not each["fallbacks"], found
         assert each["shadow_checks"] > 0 == each["shadow_failures"], found

@@ -114,7 +114,7 @@ def mixing(server: Server, tokens: int) -> Iterator[None]:
     yield
     after = server.info()["counters"]
     assert after["steps_mixed"] > before["steps_mixed"], after
-    assert after["tokens_ridden"] - before["tokens_ridden"] >= tokens, after
+    assert after["tokens_mixed"] - before["tokens_mixed"] >= tokens, after
     assert after["fallbacks"] == before["fallbacks"] and not after["shadow_failures"], after
 
 
@@ -124,8 +124,8 @@ def stock_asked(stock: Reference) -> Asked:
 
 
 @pytest.fixture(scope="module")
-def asked(riding: Server) -> Asked:
-    return Asked(riding)
+def asked(mixed: Server) -> Asked:
+    return Asked(mixed)
 
 
 @pytest.fixture(scope="module")
@@ -263,32 +263,32 @@ def test_empty_prompts_are_refused(asked: Asked, plain: list[dict[str, Any]]) ->
     asked.server.flush()
 
 
-def test_with_the_longest_prefix_first(riding_in_pieces: Server, plain: list[dict[str, Any]]) -> None:
+def test_with_the_longest_prefix_first(mixed_in_pieces: Server, plain: list[dict[str, Any]]) -> None:
     """Scheduled by `lpm`, in pieces, and while requests are taken back."""
-    assert requests.get(f"{riding_in_pieces.base_url}/server_info", timeout=60).json()["schedule_policy"] == "lpm"
-    asked = Asked(riding_in_pieces)
-    with mixing(riding_in_pieces, ASKING * OWN_TOKENS):
+    assert requests.get(f"{mixed_in_pieces.base_url}/server_info", timeout=60).json()["schedule_policy"] == "lpm"
+    asked = Asked(mixed_in_pieces)
+    with mixing(mixed_in_pieces, ASKING * OWN_TOKENS):
         answers = asked.one_by_one([LONG, *(asking(prompt(seed)) for seed in range(ASKING))])
         actual = [same(answer.result()) for answer in answers]
     assert actual == [same(answer) for answer in (plain[-1], *plain[:-1])]
 
 
-def test_a_prompt_in_pieces_is_cancelled_by_its_id(riding_in_pieces: Server, plain: list[dict[str, Any]]) -> None:
+def test_a_prompt_in_pieces_is_cancelled_by_its_id(mixed_in_pieces: Server, plain: list[dict[str, Any]]) -> None:
     """After some of its pieces; nothing of it stays, and nobody else's answer changes."""
-    asked, tokens = Asked(riding_in_pieces), 4000
+    asked, tokens = Asked(mixed_in_pieces), 4000
     beside = asked.one_by_one([LONG, asking(prompt(0))])
-    before = riding_in_pieces.log.stat().st_size
+    before = mixed_in_pieces.log.stat().st_size
     cancelled = asked(asking(prompt(80, tokens), body={"rid": "to be cancelled"}))
-    while not (pieces := new_tokens(riding_in_pieces, before)):
+    while not (pieces := new_tokens(mixed_in_pieces, before)):
         time.sleep(0.005)
     asked.post("abort_request", rid="to be cancelled")
     reason = cancelled.result()["meta_info"]["finish_reason"]
     assert reason["type"] == "abort", reason
     beside.append(asked(asking(prompt(1))))
     assert [same(answer.result()) for answer in beside] == [same(plain[-1]), same(plain[0]), same(plain[1])]
-    assert pieces and sum(new_tokens(riding_in_pieces, before)) < tokens, "it was cancelled on the way"
-    riding_in_pieces.flush()
-    assert riding_in_pieces.info()["expanded_bytes"] == 0
+    assert pieces and sum(new_tokens(mixed_in_pieces, before)) < tokens, "it was cancelled on the way"
+    mixed_in_pieces.flush()
+    assert mixed_in_pieces.info()["expanded_bytes"] == 0
 
 
 def new_tokens(server: Server, since: int) -> list[int]:

@@ -74,7 +74,7 @@ def dashboard_queries() -> dict[str, str]:
 
 def test_every_query_finds_something(hybrid: Server, tmp_path: Path) -> None:
     """But for what is counted by reason, of which there is none yet, and alerts, none of which fires."""
-    by_reason = ("Fall-backs A", "Prefill that does not ride A")
+    by_reason = ("Fall-backs A", "Prefill passes not mixed A")
     with prometheus(tmp_path, hybrid.base_url.removeprefix("http://")) as url:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:  # until there are a few samples of everything
@@ -100,7 +100,7 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
-REASON = "prefix memory full"
+REASON = "prefix_memory_full"
 FIRING: dict[str, dict[str, str]] = {
     "HybridMLAFallsBack": {f'sglang:hybrid_mla_fallbacks_total{{reason="{REASON}"}}': "0+1x60"},
     "HybridMLAIsWrong": {"sglang:hybrid_mla_shadow_failures_total": "0x50 1x10"},

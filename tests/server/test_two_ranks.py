@@ -71,11 +71,11 @@ def gained(before: list[dict[str, Any]], after: list[dict[str, Any]], name: str)
     return [now - then for then, now in zip(*found, strict=True)]
 
 
-def test_first_requests_on_one_rank_that_spreads(stock: Reference, dp_attention: Server) -> None:
+def test_first_requests_on_one_rank_that_shards(stock: Reference, dp_attention: Server) -> None:
     """Prefixes that ranks hold together are shared by steps of all ranks only."""
     before, after = ask_one_rank(stock, dp_attention)
-    alone = [max(each["not_spread"].get("a rank has no rows", 0) for each in found) for found in (before, after)]
-    assert alone[1] - alone[0] > 10 and not any(each["steps_spread"] for each in after), after
+    alone = [max(each["not_sharded"].get("rank_without_rows", 0) for each in found) for found in (before, after)]
+    assert alone[1] - alone[0] > 10 and not any(each["steps_sharded"] for each in after), after
 
 
 @pytest.mark.slow
@@ -99,25 +99,25 @@ def check_dp_attention(stock: Reference, server: Server, ranks: int = 2) -> list
     return found
 
 
-def check_spread(found: list[dict[str, Any]]) -> None:
+def check_sharded(found: list[dict[str, Any]]) -> None:
     """Ranks hold prefixes together: all steps that shared anything they shared."""
-    spread = {each["steps_spread"] for each in found}
-    assert len(spread) == 1 and min(spread) > 10 and not any(each["shadow_failures"] for each in found), found
-    assert all(each["shadow_checks"] > 1 and each["not_spread"]["a rank has no rows"] > 0 for each in found), found
+    sharded = {each["steps_sharded"] for each in found}
+    assert len(sharded) == 1 and min(sharded) > 10 and not any(each["shadow_failures"] for each in found), found
+    assert all(each["shadow_checks"] > 1 and each["not_sharded"]["rank_without_rows"] > 0 for each in found), found
 
 
-def spread_since(before: list[dict[str, Any]], server: Server) -> int:
+def sharded_since(before: list[dict[str, Any]], server: Server) -> int:
     """Steps in which ranks attended for each other, which are the same on all of them."""
-    (spread,) = {
-        now["steps_spread"] - then["steps_spread"] for now, then in zip(server.counters(), before, strict=True)
+    (sharded,) = {
+        now["steps_sharded"] - then["steps_sharded"] for now, then in zip(server.counters(), before, strict=True)
     }
-    return spread
+    return sharded
 
 
 def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_attention: Server) -> None:
-    """Then what they hold is there for new tokens that ride on both of them; where too many come together to ride, a
+    """Then what they hold is there for new tokens that are mixed in on both of them; where too many come together, a
     pass of each expands all heads of it for them."""
-    check_spread(check_dp_attention(stock, dp_attention))
+    check_sharded(check_dp_attention(stock, dp_attention))
     chats = [Chat(SYSTEM, question(i), max_tokens=4) for i in range(4)]
     expected = stock.asking(*chats)
     assert_same(dp_attention.ask(*chats), expected.result())
@@ -125,7 +125,7 @@ def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_att
     assert all(each["prefill_tokens_saved"] for each in found), found
     before = [each["prefill_tokens_expanded"] for each in found]
     for attempt in range(5):
-        # Two of them are more rows than may ride. Nobody has said the same before, of which one request alone would
+        # Two of them are too many rows to be mixed. Nobody has said the same before, of which one request alone would
         # have a part cached: on a CPU all that is cached has to be expanded. How many come into one pass, only the
         # machine's speed says.
         many = [Chat(SYSTEM, f"{attempt}{i}. {question(i) * 60}", max_tokens=4) for i in range(8)]
@@ -137,7 +137,7 @@ def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_att
     else:
         raise AssertionError(f"no pass expanded for itself: {found}")
     assert not any(each["fallbacks"] for each in found), found
-    check_spread(found)
+    check_sharded(found)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a server that is no fork has nothing of the tests in it")
@@ -154,9 +154,9 @@ def test_a_changed_plan_on_one_rank_is_shared_by_none(stock: Reference, dp_atten
         assert time.monotonic() < deadline, "no plan was changed"
     assert_same(dp_attention.ask(*chats), expected.result())
     found = dp_attention.counters()
-    differed = {each["not_spread"].get("plans_differ", 0) for each in found}
+    differed = {each["not_sharded"].get("plans_differ", 0) for each in found}
     assert len(differed) == 1 and min(differed) >= 3, found
-    assert spread_since(before, dp_attention) > 10 and not any(each["fallbacks"] for each in found), found
+    assert sharded_since(before, dp_attention) > 10 and not any(each["fallbacks"] for each in found), found
 
 
 def test_prompts_made_for_one_name_keep_their_own_keys(stock: Reference, dp_attention: Server) -> None:
@@ -174,7 +174,7 @@ def test_prompts_made_for_one_name_keep_their_own_keys(stock: Reference, dp_atte
     before = dp_attention.counters()
     expected, found = (asyncio.run(answers(f"{server.base_url}/generate")) for server in (stock, dp_attention))
     assert found == expected
-    assert spread_since(before, dp_attention) > 0
+    assert sharded_since(before, dp_attention) > 0
 
 
 @pytest.mark.slow
@@ -206,21 +206,21 @@ def test_ranks_wait_for_one_that_stops_for_a_second(stock: Reference, dp_attenti
         time.sleep(1)
         rank.resume()
     assert_same(answers.result(), expected.result())
-    spread = [
-        now["steps_spread"] - then["steps_spread"] for now, then in zip(dp_attention.counters(), before, strict=True)
+    sharded = [
+        now["steps_sharded"] - then["steps_sharded"] for now, then in zip(dp_attention.counters(), before, strict=True)
     ]
-    assert spread[0] == spread[1] > 0
+    assert sharded[0] == sharded[1] > 0
 
 
 @pytest.mark.slow
 def test_four_ranks_that_hold_prefixes_together(stock: Reference, dp_attention_of_four: Server) -> None:
-    check_spread(check_dp_attention(stock, dp_attention_of_four, ranks=4))
+    check_sharded(check_dp_attention(stock, dp_attention_of_four, ranks=4))
 
 
 @pytest.mark.slow
 def test_ranks_with_prefixes_of_their_own(stock: Reference, dp_attention_apart: Server) -> None:
     found = check_dp_attention(stock, dp_attention_apart)
-    assert not any(each["steps_spread"] or each["not_spread"] for each in found)
+    assert not any(each["steps_sharded"] or each["not_sharded"] for each in found)
 
 
 @pytest.mark.slow

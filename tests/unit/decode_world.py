@@ -315,8 +315,8 @@ class World:
         self.backend.preparation.end_step(batch)
         return self.error(outs, batch, inputs)
 
-    def ride(self, requests: Sequence[Any], counts: Sequence[int]) -> float:
-        """A step in which the last tokens of each request are rows of their own, as where new tokens ride; the largest
+    def mixed_step(self, requests: Sequence[Any], counts: Sequence[int]) -> float:
+        """A step in which the last tokens of each request are rows of their own, as in a mixed step; the largest
         relative error of its layers' outputs."""
         lens = [int(self.lens[request.index]) for request in requests]
         cached = [length - count for length, count in zip(lens, counts, strict=True)]

@@ -162,7 +162,7 @@ class TorchGrouped:
 
     def plan(self, segments: Sequence[Segment], requests: int) -> None:
         assert all(request < requests for segment in segments for request in segment.rows)
-        self._segments = Rows(requests, self._queries).spread(segments)
+        self._segments = Rows(requests, self._queries).by_row(segments)
         self._rows = requests * self._queries
 
     def begin_step(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, tail_starts: Tensor) -> None:

@@ -191,7 +191,7 @@ class Life:
         self.mixes.results.process_batch_result_prefill(self.mixes.new, SimpleNamespace(can_run_cuda_graph=False))
 
     def agree(self, requests: list[Any]) -> None:
-        """A pass that rides, if another rank is told of it."""
+        """A mixed pass, if another rank is told of it."""
         self.server.session.admission.votes = True
         try:
             self.prefill(requests, mixed=True)

@@ -29,6 +29,7 @@ def scenario_a_pass_in_a_prefill_graph_is_run_again() -> None:
 def _run_again(server: Server, kind_of_runner: type) -> None:
     """Once, and where nobody else computes with this rank; an error of SGLang's is nothing of ours."""
     from sglang_mla_ext.adapter.step.failure import our_part
+    from sglang_mla_ext.reasons import Fallback
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     server.forward("DECODE", requests)
@@ -38,7 +39,7 @@ def _run_again(server: Server, kind_of_runner: type) -> None:
     def run(forward_batch: Any) -> str:
         seen.append((forward_batch.forward_metadata_ready, server.shares()))
         if errors and ours[0]:
-            with our_part("attention"):
+            with our_part(Fallback.ATTENTION):
                 raise errors.pop()
         if errors:
             raise errors.pop()
@@ -49,7 +50,7 @@ def _run_again(server: Server, kind_of_runner: type) -> None:
     assert runner.execute(batch) == "SGLang's output"
     assert seen == [(True, True), (False, False)], "prepared anew, with nothing shared"
     assert batch.forward_metadata_ready, "SGLang's own is as it was"
-    assert dict(server.counters.fallbacks) == {"attention failed: MemoryError": 1}
+    assert dict(server.counters.fallbacks) == {"attention": 1}
 
     errors += [MemoryError("again"), MemoryError("no")]
     kind, message = refused(lambda: runner.execute(batch))

@@ -1,4 +1,4 @@
-"""What our hooks do where new tokens ride in decode steps: graphs, the scheduler's batches, and the passes themselves.
+"""What our hooks do in mixed steps: graphs, the scheduler's batches, and the passes themselves.
 
 Each scenario runs in a process of its own, see test_hooks.py.
 """
@@ -16,7 +16,7 @@ SHARED = 13 * PAGE  # tokens
 TOKENS = 64
 
 
-def scenario_graphs_and_buffers_have_room_for_what_rides() -> None:
+def scenario_graphs_and_buffers_have_room_for_what_is_mixed() -> None:
     server = Server(mixed_tokens=TOKENS)
     from sglang.srt.model_executor import cuda_graph_buffer_registry
     from sglang.srt.model_executor.runner import base_cuda_graph_runner
@@ -39,7 +39,7 @@ def scenario_graphs_and_buffers_have_room_for_what_rides() -> None:
     assert cuda_graph_buffer_registry.build_eager_registry(max_bs=12) == 12
 
 
-class Rides:
+class MixedPasses:
     """A server in which what is shared is expanded, and passes of new tokens, as SGLang's runner gives them to us."""
 
     def __init__(self, syncs: bool = False) -> None:
@@ -76,26 +76,26 @@ LAST = [2.0, 4.0, 5.0]
 
 
 def scenario_new_tokens_are_rows_of_a_decode_step() -> None:
-    rides = Rides()
-    counters = rides.server.counters
+    world = MixedPasses()
+    counters = world.server.counters
     steps = counters.steps_naive
-    assert rides.forward() == ([("DECODE", 6, True)], LAST)
-    assert rides.batch.forward_mode.name == "EXTEND" and rides.batch.batch_size == 3, "SGLang samples with it"
-    (checked,) = rides.ended
+    assert world.forward() == ([("DECODE", 6, True)], LAST)
+    assert world.batch.forward_mode.name == "EXTEND" and world.batch.batch_size == 3, "SGLang samples with it"
+    (checked,) = world.ended
     assert checked.batch_size == 6, "the shadow check sees rows"
-    assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (1, 0, 6)
-    assert rides.forward("MIXED", decoding=1) == ([("DECODE", 6, True)], LAST)
-    assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (1, 1, 11)
+    assert (counters.prefills_mixed, counters.steps_mixed, counters.tokens_mixed) == (1, 0, 6)
+    assert world.forward("MIXED", decoding=1) == ([("DECODE", 6, True)], LAST)
+    assert (counters.prefills_mixed, counters.steps_mixed, counters.tokens_mixed) == (1, 1, 11)
     assert counters.steps_naive == steps + 1, "without one that decodes it is no decode step"
     assert counters.prefill_tokens_saved == (3 + 2) * SHARED, "but of the one that decodes"
-    rides.server.session.admission.rule.most_rows = 5
-    assert rides.forward() == ([("EXTEND", 3, False)], LAST)
-    assert dict(counters.not_ridden) == {"more than 5 rows": 1} and not counters.fallbacks
-    assert rides.ended[-1] is rides.batch
+    world.server.session.admission.rule.most_rows = 5
+    assert world.forward() == ([("EXTEND", 3, False)], LAST)
+    assert dict(counters.not_mixed) == {"more_rows": 1} and not counters.fallbacks
+    assert world.ended[-1] is world.batch
 
 
-def scenario_a_ride_in_which_our_part_fails_is_the_pass_that_was_asked_for() -> None:
-    """But not where other ranks ride, and wait for this one in the pass."""
+def scenario_a_mixed_pass_in_which_our_part_fails_is_the_pass_that_was_asked_for() -> None:
+    """But not where other ranks compute rows, and wait for this one in the pass."""
     from sglang_mla_ext.adapter.step import mixed
 
     class Logits:
@@ -103,51 +103,51 @@ def scenario_a_ride_in_which_our_part_fails_is_the_pass_that_was_asked_for() -> 
             raise MemoryError("no")
 
     for mode, decoding in (("EXTEND", 0), ("MIXED", 1)):
-        rides = Rides()
+        world = MixedPasses()
         as_rows = mixed.as_rows
 
         def fail(*args: Any) -> None:
             raise MemoryError("no")
 
         mixed.as_rows = fail
-        assert rides.forward(mode, decoding) == ([(mode, 3, False)], LAST)
-        assert rides.ended == [rides.batch] and rides.server.steps.pause > 0
-        assert dict(rides.server.counters.fallbacks) == {"making rows of new tokens failed: MemoryError": 1}
+        assert world.forward(mode, decoding) == ([(mode, 3, False)], LAST)
+        assert world.ended == [world.batch] and world.server.steps.pause > 0
+        assert dict(world.server.counters.fallbacks) == {"make_rows": 1}
         mixed.as_rows = as_rows
-        rides.logits = lambda given: Logits() if len(given) == 6 else given
-        assert rides.forward(mode, decoding) == ([("DECODE", 6, False), (mode, 3, False)], LAST)
-        counters = rides.server.counters
-        assert counters.fallbacks["taking the logits of last rows failed: MemoryError"] == 1
-        assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (0, 0, 0)
+        world.logits = lambda given: Logits() if len(given) == 6 else given
+        assert world.forward(mode, decoding) == ([("DECODE", 6, False), (mode, 3, False)], LAST)
+        counters = world.server.counters
+        assert counters.fallbacks["take_last_logits"] == 1
+        assert (counters.prefills_mixed, counters.steps_mixed, counters.tokens_mixed) == (0, 0, 0)
         torch.distributed.is_initialized, torch.distributed.get_world_size = lambda: True, lambda: 2
-        kind, message = refused(lambda rides=rides, mode=mode, decoding=decoding: rides.forward(mode, decoding))
+        kind, message = refused(lambda world=world, mode=mode, decoding=decoding: world.forward(mode, decoding))
         assert kind == "OurPartFailedError" and "taking the logits of last rows failed" in message
         torch.distributed.is_initialized = bool
 
 
-def scenario_a_draft_or_a_server_without_riding_takes_what_sglang_gives() -> None:
-    rides = Rides()
-    rides.model.is_draft_worker = True
-    assert rides.forward() == ([("EXTEND", 3, True)], LAST)
-    rides.model.is_draft_worker, rides.server.session.admission.rule.tokens = False, 0
-    assert rides.forward()[0] == [("EXTEND", 3, False)]
+def scenario_a_draft_or_a_server_without_mixed_steps_takes_what_sglang_gives() -> None:
+    world = MixedPasses()
+    world.model.is_draft_worker = True
+    assert world.forward() == ([("EXTEND", 3, True)], LAST)
+    world.model.is_draft_worker, world.server.session.admission.rule.tokens = False, 0
+    assert world.forward()[0] == [("EXTEND", 3, False)]
 
 
-def scenario_a_rank_whose_new_tokens_ride_votes_as_one_that_decodes() -> None:
-    """Where nobody prefills it rides, and otherwise its pass is the extend that it was. It mixes nothing."""
+def scenario_a_rank_whose_new_tokens_are_rows_votes_as_one_that_decodes() -> None:
+    """Where nobody prefills it world, and otherwise its pass is the extend that it was. It mixes nothing."""
     from sglang.srt.managers.scheduler_components import dp_attn
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    rides = Rides(syncs=True)
-    server = rides.server
+    world = MixedPasses(syncs=True)
+    server = world.server
     assert not server.session.admission.mixes
     cases = (False, True, "DECODE"), (True, True, "EXTEND"), (False, False, "DECODE")
     for others_prefill, graphs, mode in cases:
         server.of_sync = {"others_prefill": others_prefill, "disable_cuda_graph": not graphs}
-        ((ran, _, _),), logits = rides.forward()
+        ((ran, _, _),), logits = world.forward()
         assert ran == mode and logits == LAST
         assert server.said == (False, graphs, ForwardMode.DECODE.value)
-    assert dict(rides.server.counters.not_ridden) == {"another rank prefills": 1}
+    assert dict(world.server.counters.not_mixed) == {"rank_prefilling": 1}
     assert dp_attn.prepare_mlp_sync_batch_raw(None, others_prefill=True, disable_cuda_graph=False) is None
     server.session.admission.votes = False
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
@@ -158,8 +158,8 @@ def scenario_a_rank_whose_new_tokens_ride_votes_as_one_that_decodes() -> None:
 def scenario_without_a_graph_the_head_has_last_rows_alone() -> None:
     from sglang.srt.layers.logits_processor import LogitsMetadata
 
-    rides, found = Rides(), []
-    run = rides._run
+    world, found = MixedPasses(), []
+    run = world._run
 
     def forward(batch: Any) -> Any:
         found.append(LogitsMetadata.from_forward_batch(batch).draft_extend_select_index)
@@ -168,10 +168,10 @@ def scenario_without_a_graph_the_head_has_last_rows_alone() -> None:
             output.logits_output.next_token_logits = output.logits_output.next_token_logits[found[-1]]
         return output
 
-    rides.model.run = forward
-    assert rides.forward() == ([("DECODE", 6, True)], LAST)
-    rides.server.session.admission.rule.most_rows = 5
-    assert rides.forward() == ([("EXTEND", 3, False)], LAST)
+    world.model.run = forward
+    assert world.forward() == ([("DECODE", 6, True)], LAST)
+    world.server.session.admission.rule.most_rows = 5
+    assert world.forward() == ([("EXTEND", 3, False)], LAST)
     assert [each if each is None else each.tolist() for each in found] == [[2, 4, 5], None]
 
 
@@ -231,10 +231,10 @@ def scenario_running_requests_are_mixed_batch_by_batch() -> None:
     assert mixes.make() == [(False, 256)] * 2
     mixes.scheduler.waiting_queue, mixes.running.is_empty = ["a request"], None
     assert mixes.make() == [(False, 256)] * 2
-    assert dict(mixes.server.counters.fallbacks) == {"deciding how much is mixed failed: TypeError": 1}
+    assert dict(mixes.server.counters.fallbacks) == {"size_mixed": 1}
     mixes.running.is_empty, mixes.running.check_decode_mem = bool, None
     assert mixes.make() == [(True, TOKENS + 1), (False, TOKENS + 1)]
-    assert mixes.server.counters.fallbacks["deciding what is mixed failed: TypeError"] == 1
+    assert mixes.server.counters.fallbacks["choose_mixed"] == 1
     mixes.server.session.admission.mixes = False
     assert mixes.make() == [(False, 256)] * 2
 
@@ -256,7 +256,7 @@ def scenario_a_request_that_is_not_mixed_waits_for_a_batch_of_its_own() -> None:
     del second.return_hidden_states
     mixes.new.reqs = [first, second]
     assert mixes.make()[0] == (True, TOKENS + 1)
-    assert mixes.server.counters.fallbacks["deciding who is mixed failed: AttributeError"] == 1
+    assert mixes.server.counters.fallbacks["admit_mixed"] == 1
     assert mixes.let_in == [let_in] * 2, "as without us"
     mixes.server.session.admission.mixes = False
     second.return_hidden_states, mixes.new.reqs = True, [second, third]

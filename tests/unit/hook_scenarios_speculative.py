@@ -92,7 +92,7 @@ def scenario_a_verify_step_is_planned_by_requests_and_shared_by_rows() -> None:
     assert batch.forward_mode.is_extend(), "SGLang counts it as prefill, too"
     (segment,) = server.coming.plan.segments
     assert segment.rows == (0, 2) and segment.tokens == 13 * PAGE
-    (of_rows,) = server.coming.rows.spread([segment])
+    (of_rows,) = server.coming.rows.by_row([segment])
     assert of_rows.rows == (0, 1, 2, 6, 7, 8)
     assert server.coming.plan.prefix_lens == (13 * PAGE, 0, 13 * PAGE)
     assert server.coming.prefill is None
@@ -112,7 +112,7 @@ def scenario_requests_come_and_go_between_verify_steps() -> None:
 
     def rows(*requests: Any) -> list[tuple[int, ...]]:
         server.forward("TARGET_VERIFY", list(requests))
-        return [segment.rows for segment in server.coming.rows.spread(server.coming.plan.segments)]
+        return [segment.rows for segment in server.coming.rows.by_row(server.coming.plan.segments)]
 
     first, second, third = server.run(PROMPT + "-a", PROMPT + "-b", PROMPT + "-c")
     assert rows(first, second, third) == [tuple(range(9))]

@@ -81,14 +81,14 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
     budget.latent_kind = lambda fp8: Kind
     mixed_steps._predicted = lambda args: 256
     server = dict(device="cuda", kv_cache_dtype=FP8, model_dtype=torch.bfloat16)
-    for limit, ranks, requests, riding in (
+    for limit, ranks, requests, mixed in (
         *((None, 1, 4096, 0), (1000, 1, 1000, 0), (1000, 8, 125, 0)),
         *((None, 1, 4096, 256), (1000, 8, 125, 256)),
     ):
         schedule.max_running_requests = limit
-        with options(mode="absorb", **({} if riding else {"mixed_tokens": 0})):
+        with options(mode="absorb", **({} if mixed else {"mixed_tokens": 0})):
             assert profile_bytes(AVAILABLE, **server, **of_ranks(ranks)) == AVAILABLE - 12345
-        sizes, rows = found.pop(), requests + riding
+        sizes, rows = found.pop(), requests + mixed
         assert (sizes.max_rows, sizes.max_requests) == (min(rows, 1024), -(-rows // 64) * 64)
         assert (sizes.heads, sizes.max_tokens, sizes.dtype) == (HEADS, CONTEXT, torch.bfloat16)
         assert budget.max_requests(requests) >= requests
@@ -131,7 +131,7 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
     from sglang_mla_ext.adapter.build import assemble
     from sglang_mla_ext.adapter.step.session import process
 
-    built, steps, rule = [], SimpleNamespace(spreading=None), SimpleNamespace(tokens=0)
+    built, steps, rule = [], SimpleNamespace(sharded=None), SimpleNamespace(tokens=0)
     process.scheduler = SimpleNamespace()
 
     def record(runner: Any, options: Any, budget_bytes: int, memory: Any) -> tuple[str, Any, Any]:

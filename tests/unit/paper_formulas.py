@@ -2,7 +2,7 @@
 
 Symbols: B requests, S query tokens of each, Ls shared and Ln other tokens of context, H heads, D_qk and D_v the widths
 of a head's key and value, D_l the latent rank, D_r the rotary width, T operations per second, M bytes per second. What
-a paper prints and its own formula does not give is said beside the formula; `tests/unit/test_lab_papers.py` holds both.
+a paper prints and its own formula does not give is said beside the formula; test_lab_papers.py compares both.
 """
 
 from __future__ import annotations

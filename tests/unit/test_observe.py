@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import prometheus_client
 import pytest
 
 from sglang_mla_ext.observe import Counters, Metrics, report
 from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.reasons import Fallback, NotMixed, NotSharded, Reason
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
+OPERATING = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
 LABELS = {"model_name": "m", "tp_rank": "0"}
-RIDE = Plan(3, (Segment((0, 2), 0, 200, Mode.NAIVE), Segment((1,), 0, 50, Mode.GROUPED_ABSORB)))
+MIXED = Plan(3, (Segment((0, 2), 0, 200, Mode.NAIVE), Segment((1,), 0, 50, Mode.GROUPED_ABSORB)))
 PLAN = Plan(6, (Segment((0, 2, 5), 0, 1000, Mode.NAIVE), Segment((1, 3), 0, 300, Mode.NAIVE)))
 
 
@@ -25,13 +29,13 @@ def counters_after_some_steps() -> Counters:
     counters.count_step(PLAN)
     counters.count_step(Plan(6))
     counters.count_step(Plan(2, (Segment((0, 1), 0, 1000, Mode.NAIVE),)))
-    counters.fall_back("prefix memory full")
-    counters.fall_back("prefix memory full")
-    counters.fall_back("other")
-    counters.count_ride(RIDE, Rows.of([28, 2, 1]), decoding=1)
-    counters.count_ride(RIDE, Rows.of([3, 1, 1]), decoding=0)
-    counters.not_ridden["too dear"] += 2
-    counters.not_spread["a rank prefills"] += 3
+    counters.fall_back(Fallback.PREFIX_MEMORY_FULL)
+    counters.fall_back(Fallback.PREFIX_MEMORY_FULL)
+    counters.fall_back(Fallback.EXPAND)
+    counters.count_mixed(MIXED, Rows.of([28, 2, 1]), decoding=1)
+    counters.count_mixed(MIXED, Rows.of([3, 1, 1]), decoding=0)
+    counters.not_mixed["more_rows"] += 2
+    counters.not_sharded["rank_prefilling"] += 3
     for seconds in (0.25, 0.5):
         counters.count_pass(seconds)
     return counters
@@ -43,14 +47,14 @@ def test_counters() -> None:
         steps_grouped=1,
         steps_absorb=1,
         steps_mixed=1,
-        prefills_ridden=1,
-        tokens_ridden=35,
-        not_ridden={"too dear": 2},
-        not_spread={"a rank prefills": 3},
+        prefills_mixed=1,
+        tokens_mixed=35,
+        not_mixed={"more_rows": 2},
+        not_sharded={"rank_prefilling": 3},
         prefill_tokens_saved=200 + 2 * 200,
         expansions=2,
         evictions=1,
-        fallbacks={"prefix memory full": 2, "other": 1},
+        fallbacks={"prefix_memory_full": 2, "expand": 1},
         max_group_size=3,
         max_depth=1,
         shared_tokens_read=1000 + 300 + 1000 + 250,
@@ -86,10 +90,24 @@ def test_a_step_with_groups_of_both_kinds_counts_for_both() -> None:
 def test_the_first_fall_back_of_each_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     counters = Counters()
     with caplog.at_level(logging.WARNING, "sglang_mla_ext"):
-        for reason in ("a", "a", "b", "a"):
+        for reason in (Fallback.EXPAND, Fallback.EXPAND, Fallback.MERGE, Fallback.EXPAND):
             counters.fall_back(reason, RuntimeError("why"))
-    assert [record.getMessage()[-1] for record in caplog.records] == ["a", "b"]
+        counters.fall_back(Fallback.EXPAND, MemoryError("other"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "hybrid_mla: falling back (expand): expanding failed: RuntimeError",
+        "hybrid_mla: falling back (merge): merging failed: RuntimeError",
+        "hybrid_mla: falling back (expand): expanding failed: MemoryError",
+    ]
     assert all(record.exc_info for record in caplog.records)
+    assert counters.fallbacks == {"expand": 4, "merge": 1}
+
+
+@pytest.mark.parametrize("reasons", [Fallback, NotMixed, NotSharded], ids=lambda reasons: reasons.__name__)
+def test_reasons_are_codes_and_the_docs_have_each(reasons: type[Reason]) -> None:
+    symptoms = OPERATING.read_text(encoding="utf-8").split("## When something is wrong")[1]
+    assert len(reasons) > 4 and all(re.fullmatch("[a-z0-9]+(_[a-z0-9]+)*", reason.value) for reason in reasons)
+    assert all(reason.name == reason.value.upper() for reason in reasons)
+    assert not [reason.value for reason in reasons if f"`{reason.value}`" not in symptoms]
 
 
 def test_report() -> None:
@@ -102,16 +120,16 @@ def test_report() -> None:
     ]
     assert (info["expanded_bytes"], info["budget_bytes"], info["tokens_without_memory"]) == (10, 20, 30)
     assert list(info["counters"]) == [field.name for field in fields(Counters)]
-    assert info["counters"]["fallbacks"] == {"prefix memory full": 2, "other": 1}
-    assert info["counters"]["not_ridden"] == {"too dear": 2}
+    assert info["counters"]["fallbacks"] == {"prefix_memory_full": 2, "expand": 1}
+    assert info["counters"]["not_mixed"] == {"more_rows": 2}
 
 
 def test_a_report_does_not_change_later() -> None:
     counters = counters_after_some_steps()
     info = report(counters, PLAN, 10, 20, 0)
     before = json.dumps(info)
-    counters.fall_back("new")
-    counters.not_ridden["new"] += 1
+    counters.fall_back(Fallback.REPAIR)
+    counters.not_mixed["new"] += 1
     counters.count_step(PLAN)
     assert json.dumps(info) == before
 
@@ -140,10 +158,10 @@ def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client
     gauges |= {"groups": 3, "shared_requests": 5}  # a request counts once, however many groups it is in
     assert {name: value(name) for name in gauges} == gauges
     assert {name: value(f"{name}_total") for name in totals} == totals
-    assert value("fallbacks_total", reason="prefix memory full") == 2 and value("fallbacks_total", reason="other") == 1
-    assert value("not_ridden_total", reason="too dear") == 2
+    assert value("fallbacks_total", reason="prefix_memory_full") == 2 and value("fallbacks_total", reason="expand") == 1
+    assert value("not_mixed_total", reason="more_rows") == 2
     kinds = {metric.name.removeprefix("sglang:hybrid_mla_"): metric.type for metric in registry.collect()}
-    by_reason = ("fallbacks", "not_ridden", "not_spread")
+    by_reason = ("fallbacks", "not_mixed", "not_sharded")
     by_name = dict.fromkeys(gauges, "gauge") | dict.fromkeys([*totals, *by_reason], "counter")
     assert kinds == by_name | {"shadow_error": "histogram"}
     below = {bound: value("shadow_error_bucket", le=bound) for bound in ("1e-05", "0.002", "0.005", "+Inf")}
@@ -154,10 +172,10 @@ def test_metrics_follow_the_next_report(registry: prometheus_client.CollectorReg
     metrics, counters = Metrics(LABELS), counters_after_some_steps()
     metrics.publish(report(counters, PLAN, 10, 20, 0))
     counters.evictions += 3
-    counters.fall_back("other")
+    counters.fall_back(Fallback.EXPAND)
     metrics.publish(report(counters, Plan(0), 0, 20, 0))
     assert registry.get_sample_value("sglang:hybrid_mla_evictions_total", LABELS) == 4
-    assert registry.get_sample_value("sglang:hybrid_mla_fallbacks_total", {**LABELS, "reason": "other"}) == 2
+    assert registry.get_sample_value("sglang:hybrid_mla_fallbacks_total", {**LABELS, "reason": "expand"}) == 2
     assert registry.get_sample_value("sglang:hybrid_mla_groups", LABELS) == 0
     assert registry.get_sample_value("sglang:hybrid_mla_shared_requests", LABELS) == 0
     assert registry.get_sample_value("sglang:hybrid_mla_expanded_bytes", LABELS) == 0

@@ -30,8 +30,8 @@ GOOD = [
     ("verify_interval", "1000", 1000),
     ("dp_routing", "sglang", "sglang"),
     ("dp_routing", "prefix", "prefix"),
-    ("spread", "auto", "auto"),
-    ("spread", "off", "off"),
+    ("prefix_sharding", "auto", "auto"),
+    ("prefix_sharding", "off", "off"),
     ("mixed_tokens", "0", 0),
     ("mixed_tokens", "64", 64),
 ]
@@ -47,7 +47,7 @@ BAD = [
     ("prefill_expand_tokens", -1, "must be 0 (never) or at least 256, a chunk"),
     ("verify_interval", -1, "must be 0 (never) or more"),
     ("dp_routing", "random", "use one of sglang, prefix"),
-    ("spread", "on", "use one of off, auto"),
+    ("prefix_sharding", "on", "use one of off, auto"),
     ("mixed_tokens", 63, "must be 0 (never mix) or at least 64, a page"),
     ("mixed_tokens", -1, "must be 0 (never mix) or at least 64, a page"),
 ]

@@ -35,7 +35,7 @@ def test_the_map_both_ways(counts: list[int]) -> None:
 def test_a_segment_has_all_rows_of_its_requests(counts: list[int], members: set[int]) -> None:
     members = {request for request in members if request < len(counts)}
     expected = tuple(row for row, of in enumerate(owners(counts)) if of in members)
-    found = Rows.of(counts).spread([segment(*sorted(members))] if members else [])
+    found = Rows.of(counts).by_row([segment(*sorted(members))] if members else [])
     assert [each.rows for each in found] == ([expected] if expected else [])
     assert all((each.start, each.end, each.mode, each.chunks) == (64, 192, Mode.NAIVE, (3,)) for each in found)
 
@@ -43,7 +43,7 @@ def test_a_segment_has_all_rows_of_its_requests(counts: list[int], members: set[
 def test_one_row_each_copies_nothing() -> None:
     segments, values = [segment(0, 2)], (7, 8, 9)
     rows = Rows.of([1, 1, 1])
-    assert rows == Rows(3) and rows.spread(segments) is segments and rows.repeat(values) is values
+    assert rows == Rows(3) and rows.by_row(segments) is segments and rows.repeat(values) is values
     assert rows.units(1) is rows and rows.padded(3) is rows
 
 
@@ -69,7 +69,7 @@ def test_units_are_rows_that_are_taken_together() -> None:
 
 def test_padding_adds_requests() -> None:
     assert Rows(5, 3).padded(24, 3) == Rows(8, 3) and Rows(0, 3).padded(6, 3) == Rows(2, 3)
-    assert Rows(1, 9).padded(11) == Rows.of([9, 1, 1]), "a request whose new tokens ride, and rows of nobody"
+    assert Rows(1, 9).padded(11) == Rows.of([9, 1, 1]), "a request whose new tokens are mixed in, and rows of nobody"
     assert Rows.of([2, 5]).padded(9) == Rows.of([2, 5, 1, 1])
     assert Rows.of([0, 0]).padded(2) == Rows.of([0, 0, 1, 1])
     for rows, total, each in ((Rows(5, 3), 16, 3), (Rows(5, 3), 12, 3), (Rows.of([2, 5]), 6, 1)):

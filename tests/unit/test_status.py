@@ -30,7 +30,7 @@ from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.prefix.planner.plan import Plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-NOT_MIXED = "prefill pass not mixed: 2 × hidden states"
+NOT_MIXED = "prefill pass not mixed: 2 × hidden_states"
 NASTY = '<img src=x onerror="document.title=1"> & \x1b[31m'
 
 
@@ -38,7 +38,7 @@ def entry(saved: int = 0, **more: Any) -> dict[str, Any]:
     """As Steps.status makes it."""
     counters = Counters(shared_tokens_saved=saved, steps_naive=7)
     counters.fallbacks[NASTY] = 3
-    counters.not_ridden["hidden states"] = 2
+    counters.not_mixed["hidden_states"] = 2
     common = {"start": 0, "tokens": 512, "holders": 8, "mode": "naive", "expanded_bytes": 3 << 20}
     saves = {"tokens_saved": 3584, "bytes_saved": 5 << 20}
     segments = [
@@ -268,7 +268,7 @@ def test_the_page_and_top_have_the_same_words() -> None:
     (rank,) = status.status([{"hybrid_mla": entry()}], 1.0).model_dump()["ranks"]
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(
-        top._rank(rank, False, dict.fromkeys(("shared_tokens_saved", "prefill_tokens_saved", "tokens_ridden")))
+        top._rank(rank, False, dict.fromkeys(("shared_tokens_saved", "prefill_tokens_saved", "tokens_mixed")))
     )
     shown, page = console.export_text(), status_routes.page().decode()
     of_page = re.search(r"decode steps: (.*?)· \$\{number\(counters.expansions", page, re.DOTALL)

@@ -16,7 +16,7 @@ from sglang_mla_ext.adapter.build.expanding import (
     reach_each_other,
     taken_beside,
 )
-from sglang_mla_ext.adapter.build.prefill import make_passing, make_prefill_sharing
+from sglang_mla_ext.adapter.build.prefill import make_prefill_sharing, make_transient_expansion
 from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, make_shadow
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.server import Server
@@ -39,6 +39,7 @@ from sglang_mla_ext.prefix.radix import RadixSource
 from sglang_mla_ext.prefix.sharded.member import Member
 from sglang_mla_ext.prefix.sharded.reports import Reports as ReportsOfRanks
 from sglang_mla_ext.prefix.sharing import Sharing
+from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -69,12 +70,12 @@ def build(
         cost = replace(cost, rates=cost.rates.by_stores())
     stock, latent = stock_and_latent(runner, model.layers, server.uses_grouped, server.query_tokens, counters)
     allocate_latent(context, stock, latent)
-    passing = make_passing(context, cost.rates)
+    transient = make_transient_expansion(context, cost.rates)
     graph_rows = server.prefill_graph_rows
     prefill_graph = make_prefill_graph(runner, stock, model.layers, graph_rows, counters, context.memory)
     expanding = None
     if options.may_expand:
-        taken = taken_beside(context, latent, passing, prefill_graph)
+        taken = taken_beside(context, latent, transient, prefill_graph)
         expanding = expand_alike(context, taken, cost, by_stores)
     buffers, shared, _ = expanding or (None, None, None)
     if buffers is not None:
@@ -83,13 +84,13 @@ def build(
     prefixes, members = make_sharing(context, cost, pool, expanding, latent)
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(model.layers)}
     whole = None if members is not None else shared  # a rank has not all heads of what is sharded
-    prefill = make_prefill_sharing(context, cost, stock, whole, passing, prefill_graph, layer_index)
+    prefill = make_prefill_sharing(context, cost, stock, whole, transient, prefill_graph, layer_index)
     smallest = smallest_group(context, cost, shared, latent)
     sharing = range(smallest, context.step_rows // server.query_tokens + 1) if smallest is not None else range(0)
-    description = describe(context, buffers, latent, smallest, transient=passing is not None)
+    description = describe(context, buffers, latent, smallest, transient=transient is not None)
     steps = make_steps(context, prefixes, expanding, latent, prefill, description)
     if members is not None:
-        steps.spreading = make_sharded_steps(context, prefixes, members, steps, sharing)
+        steps.sharded = make_sharded_steps(context, prefixes, members, steps, sharing)
     backend = HybridMLABackend(
         stock,
         latent,
@@ -117,7 +118,7 @@ def warn_of_vain_options(server: Server) -> None:
     if options.mixed_tokens and not server.mixed_tokens:
         reason = server.mixing_obstacle
         logger.warning("hybrid_mla: --hybrid-mla-mixed-tokens has no effect here, because of %s", reason)
-    if options.passing_tokens and not server.owns_prefill:
+    if options.transient_tokens and not server.owns_prefill:
         logger.warning("hybrid_mla: --hybrid-mla-prefill-expand-tokens has no effect: prefill is not this backend's")
 
 
@@ -126,7 +127,7 @@ def store_into_each_other(server: Server) -> bool:
     try it, all at once."""
     if server.prefix_ranks == 1 or not server.may_store:
         return False
-    if server.options.spread != "auto":
+    if server.options.prefix_sharding != "auto":
         return True
     return server.on_gpu and all_ranks_agree(tp_group())(reach_each_other(tp_group()))
 
@@ -136,7 +137,7 @@ def expand_alike(context: Context, taken_bytes: int, cost: CostModel, by_stores:
     most_rows = MAX_ROWS if cost.ranks == 1 else context.step_rows
     expanding = make_expanding(context, taken_bytes, cost, max_rows=most_rows, by_stores=by_stores)
     if cost.ranks > 1 and not all_ranks_agree(tp_group())(expanding is not None) and expanding is not None:
-        context.counters.fall_back("nothing is expanded: another rank expands nothing")
+        context.counters.fall_back(Fallback.RANK_EXPANDS_NOTHING)
         return None
     return expanding
 
@@ -247,7 +248,7 @@ def make_rule(
         cost=replace(cost, ranks=1),  # each rank has new rows of its own
         counters=context.counters,
         grouped=latent.grouped_page is not None,
-        expands_once=prefill is not None and prefill.passing is not None,
+        expands_once=prefill is not None and prefill.transient is not None,
         # Without a GPU it was asked for, and there is nothing to gain.
         eager_layer_s=EAGER_LAYER_S if server.on_gpu else math.inf,
         graphs=prefill.costs if prefill is not None and server.on_gpu else None,

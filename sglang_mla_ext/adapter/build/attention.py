@@ -16,6 +16,7 @@ from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def allocate_latent(context: Context, stock: Stock, latent: LatentAttention) -> 
         most_requests = max_requests(context.requests + server.mixed_tokens)
         latent.allocate(context.step_rows, most_requests, most_tokens, context.memory)
     if context.options.mode == "grouped_absorb" and latent.grouped_page is None and not context.counters.fallbacks:
-        context.counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
+        context.counters.fall_back(Fallback.GROUPED_ABSORB_HEADS, heads=heads)
 
 
 def smallest_group(

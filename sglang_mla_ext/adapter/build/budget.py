@@ -15,9 +15,9 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
 from sglang_mla_ext.adapter.launch import sharded_prefixes
 from sglang_mla_ext.adapter.server import MAX_RANKS, Server
-from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
+from sglang_mla_ext.adapter.step.transient import TransientExpansion
 from sglang_mla_ext.kernels.dispatch import multiprocessors
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
@@ -26,9 +26,9 @@ from sglang_mla_ext.prefix.memory.default import (
     FEWEST_TOKENS,
     SHARE,
     default_bytes,
-    default_passing_tokens,
-    passing_tokens,
+    default_transient_tokens,
     tokens_held,
+    transient_tokens,
 )
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 
@@ -48,15 +48,15 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
         available: bytes that SGLang has for its KV cache.
     """
     server, model = described(configurator, options)
-    server = with_passing(available, server, model)
+    server = with_transient_expansion(available, server, model)
     options = server.options
     if not options.may_expand or options.prefix_memory_gb is not None:
         return options
-    token, beside = token_bytes(server, model), passing_bytes(server, model, options.passing_tokens)
+    token, beside = token_bytes(server, model), transient_bytes(server, model, options.transient_tokens)
     buffers = buffer_bytes(configurator, replace(options, prefill_expand_tokens=0))
     default = default_bytes(available, buffers, token, beside, always=options.mode == "naive")
     if not default:
-        could_shard = options.spread == "off" and not server.sharding_obstacle
+        could_shard = options.prefix_sharding == "off" and not server.sharding_obstacle
         together = f"hold prefixes together ({sharded_prefixes.FLAG} auto), " if could_shard else ""
         logger.warning(
             "hybrid_mla: no prefix stays expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d "
@@ -73,14 +73,14 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     return replace(options, prefix_memory_gb=default / GIB)
 
 
-def with_passing(available: int, server: Server, model: Model) -> Server:
+def with_transient_expansion(available: int, server: Server, model: Model) -> Server:
     """The server with what `with_default` says of prefill."""
     if not server.expands_transiently:
         return server
-    options, tokens = server.options, passing_tokens(model.heads)
-    taken = passing_bytes(server, model, tokens)
+    options, tokens = server.options, transient_tokens(model.heads)
+    taken = transient_bytes(server, model, tokens)
     named = None if options.prefix_memory_gb is None else int(options.prefix_memory_gb * GIB)
-    expanding = default_passing_tokens(tokens, available, taken, named)
+    expanding = default_transient_tokens(tokens, available, taken, named)
     return server.with_options(replace(options, prefill_expand_tokens=expanding))
 
 
@@ -143,7 +143,7 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     """The most that attention in the latent space allocates, and what prefill expands for itself: nothing may be known
     of the pool of requests, and any of the kernels may turn out not to run."""
     server, model = described(configurator, options)
-    taken = passing_bytes(server, model, options.passing_tokens) + prefill_graph_bytes(server, model)
+    taken = transient_bytes(server, model, options.transient_tokens) + prefill_graph_bytes(server, model)
     if not server.on_gpu or not needs_latent(server, stock_decodes=not model.fp8):
         return taken
     requests, query_tokens = installed.most_requests(configurator), server.query_tokens
@@ -165,13 +165,13 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     return taken
 
 
-def passing_bytes(server: Server, model: Model, tokens: int) -> int:
+def transient_bytes(server: Server, model: Model, tokens: int) -> int:
     """For as many tokens that prefill expands at a time for itself."""
     if not tokens:
         return 0
     tiles = naive_tiles(server.rates, model.dtype)
     of_model: dict[str, Any] = dict(dtype=model.dtype, device=model.device, fetches=model.fp8)
-    return Passing.bytes_for(model.first, tokens, tiles=tiles, **of_model)
+    return TransientExpansion.bytes_for(model.first, tokens, tiles=tiles, **of_model)
 
 
 def prefill_graph_bytes(server: Server, model: Model) -> int:
@@ -202,15 +202,15 @@ def needs_latent(server: Server, *, stock_decodes: bool) -> bool:
     return server.options.may_expand or server.uses_grouped or not stock_decodes
 
 
-def max_rows(requests: int, query_tokens: int, riding_tokens: int = 0) -> int:
-    """Rows of a step that shares: those of whole requests, and those that ride.
+def max_rows(requests: int, query_tokens: int, mixed_tokens: int = 0) -> int:
+    """Rows of a step that shares: those of whole requests, and new tokens that are mixed in.
 
     Args:
         requests: of SGLang's pool of requests.
         query_tokens: of each, which are its rows.
-        riding_tokens: new tokens that ride beside those requests; none do where requests have several query tokens.
+        mixed_tokens: new tokens mixed in beside those requests; none where requests have several query tokens.
     """
-    return min(requests + riding_tokens, MAX_ROWS // query_tokens) * query_tokens
+    return min(requests + mixed_tokens, MAX_ROWS // query_tokens) * query_tokens
 
 
 def max_tokens(context_len: int, query_tokens: int) -> int:

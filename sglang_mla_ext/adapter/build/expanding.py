@@ -14,19 +14,20 @@ from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.pool import latent_rows
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
-from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.step.ranks import tp_group
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.adapter.step.sharded import exchange_over
+from sglang_mla_ext.adapter.step.transient import TransientExpansion
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.peers import Peers
-from sglang_mla_ext.kernels.naive.spread import SpreadAttention
+from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
 from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -57,7 +58,7 @@ def make_expanding(
     runner, model, counters, memory = context.runner, context.model, context.counters, context.memory
     budget_bytes, prefix_dtype = context.budget_bytes, model.prefix_dtype(context.options)
     dims, heads, device, ranks = cost.dims, cost.expanded_heads, runner.device, cost.ranks
-    of_spread: dict[str, Any] = dict(
+    of_sharded: dict[str, Any] = dict(
         heads=cost.local_heads,
         max_rows=max_rows,
         qk_nope_head_dim=dims.qk_nope_head_dim,
@@ -66,7 +67,7 @@ def make_expanding(
         dtype=model.dtype,
     )
     if ranks > 1:
-        taken_bytes += SpreadAttention.workspace_bytes_for(**of_spread)
+        taken_bytes += ShardedAttention.workspace_bytes_for(**of_sharded)
     sizes: dict[str, Any] = {
         "layers": dims.num_layers,
         "heads": heads,
@@ -90,10 +91,7 @@ def make_expanding(
     taken_bytes += temporary_bytes(model.first, model.dtype, fetches=model.fp8, to_fp8=prefix_dtype == FP8)
     chunks = (budget_bytes - taken_bytes) // chunk_bytes
     if chunks <= 0:
-        counters.fall_back(
-            f"the memory for expanded prefixes holds none, at least {(taken_bytes + chunk_bytes) / (1 << 30):.3g} GiB "
-            "are needed: raise --hybrid-mla-prefix-memory-gb"
-        )
+        counters.fall_back(Fallback.PREFIX_MEMORY_TOO_SMALL, gib=(taken_bytes + chunk_bytes) / (1 << 30))
         return None
     buffers = ExpandedBuffers.allocate(chunks=chunks, device=device, memory=memory, **sizes)
     try:
@@ -109,27 +107,27 @@ def make_expanding(
         first_head = 0
         if ranks > 1:
             group, first_head = tp_group(), heads * tp_group().rank_in_group
-            of_spread |= dict(ranks=ranks, device=buffers.device, memory=memory)
+            of_sharded |= dict(ranks=ranks, device=buffers.device, memory=memory)
             exchange = exchange_over(group)
             if by_stores:
                 peers = Peers(group.device_group.group_name)
-                exchange, of_spread["receiving"] = peers.exchange, peers.zeros
-            shared = SpreadAttention(shared, exchange, **of_spread)
+                exchange, of_sharded["receiving"] = peers.exchange, peers.zeros
+            shared = ShardedAttention(shared, exchange, **of_sharded)
         shared.try_out(model.dtype)
         expander = Expander(model.layers, latent_rows(runner.token_to_kv_pool), buffers, first_head)
         expander.try_out()
     except Exception as error:
-        counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
+        counters.fall_back(Fallback.NAIVE_KERNELS, error)
         return None
     return Expanding(buffers, shared, expander)
 
 
 def taken_beside(
-    context: Context, latent: LatentAttention, passing: Passing | None, prefill_graph: PrefillGraph | None
+    context: Context, latent: LatentAttention, transient: TransientExpansion | None, prefill_graph: PrefillGraph | None
 ) -> int:
     """Bytes of the budget that are taken for our own buffers."""
     taken = prefill_graph.workspace_bytes if prefill_graph is not None else 0
-    taken += latent.workspace_bytes + (passing.taken_bytes if passing is not None else 0)
+    taken += latent.workspace_bytes + (transient.taken_bytes if transient is not None else 0)
     if context.options.verify_interval:
         model, query_tokens = context.model, context.server.query_tokens
         taken += ShadowCheck.workspace_bytes_for(model.first, model.dtype, query_tokens)

@@ -10,35 +10,36 @@ from sglang_mla_ext.adapter.build.budget import naive_tiles
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.pool import latent_rows
-from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.step.steps import PrefillSharing
+from sglang_mla_ext.adapter.step.transient import TransientExpansion
 from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import MAX_ROWS
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
+from sglang_mla_ext.reasons import Fallback
 
 
-def make_passing(context: Context, rates: GpuRates) -> Passing | None:
+def make_transient_expansion(context: Context, rates: GpuRates) -> TransientExpansion | None:
     """Make transient expansion for prefill, so many tokens at a time; None where it is not asked for, or where a kernel
     does not run here, which is counted."""
-    runner, model, tokens = context.runner, context.model, context.options.passing_tokens
+    runner, model, tokens = context.runner, context.model, context.options.transient_tokens
     if not tokens or not context.server.owns_prefill:
         return None
     table = runner.req_to_token_pool.req_to_token
     of_device = dict(dtype=model.dtype, device=runner.device, tiles=naive_tiles(rates, model.dtype))
     try:
-        passing = Passing.make(
+        transient = TransientExpansion.make(
             model.first, latent_rows(runner.token_to_kv_pool), table, tokens, context.memory, **of_device
         )
-        passing.try_out(model.dtype)
+        transient.try_out(model.dtype)
     except Exception as error:
-        context.counters.fall_back(f"prefill expands nothing for itself: {type(error).__name__}", error)
+        context.counters.fall_back(Fallback.TRANSIENT_EXPANSION, error)
         return None
-    return passing
+    return transient
 
 
 def make_prefill_sharing(
@@ -46,7 +47,7 @@ def make_prefill_sharing(
     cost: CostModel,
     stock: Stock,
     shared: SharedAttention | None,
-    passing: Passing | None,
+    transient: TransientExpansion | None,
     prefill_graph: PrefillGraph | None,
     layer_index: dict[int, int],
 ) -> PrefillSharing | None:
@@ -56,7 +57,7 @@ def make_prefill_sharing(
         shared: None, too, where this rank has not all heads of what is expanded.
     """
     on_gpu = context.server.on_gpu
-    if not context.server.owns_prefill or (shared is None and passing is None):
+    if not context.server.owns_prefill or (shared is None and transient is None):
         return None
     make_plan = functools.partial(
         PrefillPlan.make,
@@ -78,7 +79,7 @@ def make_prefill_sharing(
         make_plan,
         stock.affordable,
         stock.can_finish,
-        passing,
+        transient,
         always,
         absorbs,
         costs if prefill_graph is not None else None,

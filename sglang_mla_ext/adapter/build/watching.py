@@ -11,6 +11,7 @@ from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.sharing import Sharing
+from sglang_mla_ext.reasons import Fallback
 
 
 def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *, naive: bool) -> ShadowCheck | None:
@@ -23,7 +24,7 @@ def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *,
     """
     model, options, counters = context.model, context.options, context.counters
     if not ShadowCheck.can_check(model.first, model.dtype):
-        counters.fall_back("no shadow check: this form of the model's weights is DeepGEMM's alone")
+        counters.fall_back(Fallback.SHADOW_CHECK_WEIGHTS)
         return None
     shadow = ShadowCheck(
         options.verify_interval,
@@ -41,7 +42,7 @@ def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *,
     try:
         shadow.try_out()
     except Exception as error:
-        counters.fall_back(f"no shadow check, it does not run here: {type(error).__name__}", error)
+        counters.fall_back(Fallback.SHADOW_CHECK_KERNELS, error)
         return None
     return shadow
 
@@ -73,7 +74,7 @@ def describe(
         transient: whether prefill passes expand for themselves.
     """
     options = context.options
-    passes = f"; prefill expands {options.passing_tokens} tokens at a time for itself" if transient else ""
+    passes = f"; prefill expands {options.transient_tokens} tokens at a time for itself" if transient else ""
     groups = f"groups of {smallest} requests and more" if smallest else "no group that pays"
     if buffers is None and latent.grouped_page is None:
         said = f"nothing is expanded, no grouped absorb, mode {options.mode}: every step is plain absorb"

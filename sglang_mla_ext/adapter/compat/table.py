@@ -22,9 +22,9 @@ class Feature(Enum):
     DISAGGREGATION = "--disaggregation-mode"
     FP8 = "--kv-cache-dtype fp8_e4m3"
     MEMORY_SAVER = "--enable-memory-saver"
-    RIDING = "--hybrid-mla-mixed-tokens"
+    MIXED = "--hybrid-mla-mixed-tokens"
     PREFILL_GRAPH = "prefill in CUDA graphs"
-    SPREAD = "--hybrid-mla-spread auto"
+    SHARDED = "--hybrid-mla-prefix-sharding auto"
     ROUTING = "--hybrid-mla-dp-routing prefix"
     # A server runs without these, whatever it is asked for.
     SMALL_DRAFTS = "drafts of small models"

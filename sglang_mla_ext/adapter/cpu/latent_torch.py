@@ -75,7 +75,7 @@ class TorchLatent:
             parts.append(self._absorb(layer_id, *(part[None] for part in query), tail, softmax_scale))
         out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
         for segment in self._segments if self._sharing else ():
-            members = torch.tensor(Rows(len(starts), self._query_tokens).spread([segment])[0].rows)
+            members = torch.tensor(Rows(len(starts), self._query_tokens).by_row([segment])[0].rows)
             # One query with the heads of all members: they have the same keys.
             stacked = [part[members].flatten(0, 1)[None] for part in (q_absorbed, q_rope)]
             slots = self._slots(segment.rows[0] * self._query_tokens)[segment.start : segment.end]

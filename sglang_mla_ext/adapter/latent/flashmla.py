@@ -8,6 +8,7 @@ what its own length costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from sglang_mla_ext.kernels.dispatch import grouped_absorb_bytes, make_grouped_a
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.kernels.watch import Watched
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.segment import Segment
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class FlashMLALatent:
         layer_id: int,
         kv_lora_rank: int,
         grouped: bool,
-        on_failure: Callable[[str, BaseException], None],
+        on_failure: Callable[[Fallback, BaseException], object],
         query_tokens: int = 1,
     ) -> None:
         """
@@ -58,7 +60,7 @@ class FlashMLALatent:
         """
         self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
         self._rank, self._query_tokens = kv_lora_rank, query_tokens
-        self._wants_grouped, self._on_failure = grouped, on_failure
+        self._try_grouped, self._on_failure = grouped, on_failure
         self.grouped_page: int | None = None
         self._grouped: GroupedAbsorb | None = None
         self._tails: Tails | None = None
@@ -96,13 +98,13 @@ class FlashMLALatent:
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
         requests = max_rows // self._query_tokens
         self._starts = TailStarts(requests, self._req_to_token.device)
-        if self._wants_grouped and rows_per_tile(self._heads) is not None:
+        if self._try_grouped and rows_per_tile(self._heads) is not None:
             self._grouped = make_grouped_absorb(
                 self._req_to_token,
                 self._pages(self._layer_id),
                 heads=self._heads,
                 kv_lora_rank=self._rank,
-                on_failure=self._on_failure,
+                on_failure=partial(self._on_failure, Fallback.GROUPED_ABSORB_KERNELS),
                 memory=memory,
                 **grouped_sizes(max_rows, max_tokens, self._query_tokens),
             )

@@ -8,6 +8,7 @@ that share go through grouped absorb over FP8 rows (kernels/absorb/grouped_fp8.p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 from sglang_mla_ext.kernels.watch import Watched
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.segment import Segment
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class FP8Latent:
         layer_id: int,
         dtype: torch.dtype,
         grouped: bool,
-        on_failure: Callable[[str, BaseException], None],
+        on_failure: Callable[[Fallback, BaseException], object],
         query_tokens: int = 1,
     ) -> None:
         """
@@ -60,7 +62,7 @@ class FP8Latent:
         """
         self._query_tokens = query_tokens
         self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
-        self._dtype, self._wants_grouped, self._on_failure = dtype, grouped, on_failure
+        self._dtype, self._try_grouped, self._on_failure = dtype, grouped, on_failure
         self.grouped_page: int | None = None
         self._absorb: AbsorbFP8 | None = None
         self._grouped: GroupedAbsorb | None = None
@@ -110,17 +112,17 @@ class FP8Latent:
             page_size=PAGE_TOKENS,
             max_requests=self._max_at_once,
             query_tokens=self._query_tokens,
-            on_failure=self._on_failure,
+            on_failure=partial(self._on_failure, Fallback.FP8_CACHE_KERNELS),
             memory=memory,
         )
-        if self._wants_grouped and rows_per_tile(self._heads) is not None:
+        if self._try_grouped and rows_per_tile(self._heads) is not None:
             self._grouped = make_grouped_absorb_fp8(
                 self._req_to_token,
                 rows,
                 heads=self._heads,
                 layout=layout,
                 dtype=self._dtype,
-                on_failure=self._on_failure,
+                on_failure=partial(self._on_failure, Fallback.GROUPED_ABSORB_KERNELS),
                 memory=memory,
                 **grouped_sizes(max_rows, max_tokens, self._query_tokens),
             )

@@ -38,9 +38,9 @@ def obstacle(args: ResolvedArgs, on_gpu: bool) -> str | None:
 
 
 def tokens(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
-    """New tokens that a step with running requests may have; 0 where nothing rides.
+    """New tokens that a step with running requests may have; 0 where nothing is mixed.
 
-    Without a GPU there are no graphs to ride in, so nothing does unless it is asked for.
+    Without a GPU there are no decode graphs, so nothing is mixed unless it is asked for.
     """
     if options.mixed_tokens == 0 or obstacle(args, on_gpu) is not None:
         return 0

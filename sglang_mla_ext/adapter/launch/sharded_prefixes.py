@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.options import HybridMLAOptions
 
-FLAG = "--hybrid-mla-spread"
+FLAG = "--hybrid-mla-prefix-sharding"
 
 
 def obstacle(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
@@ -33,8 +33,8 @@ def obstacle(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> str
         and bool(args.enable_dp_lm_head)
         and args.moe_a2a_backend not in (None, "none"),
         "decode without CUDA graphs": on_gpu and installed.decode_graph_backend(args) == "disabled",
-        "a CPU, whose ranks have no memory in common (peers)": options.spread == "peers" and not on_gpu,
-        "ranks on several nodes (peers)": options.spread == "peers" and args.nnodes > 1,
+        "a CPU, whose ranks have no memory in common (peers)": options.prefix_sharding == "peers" and not on_gpu,
+        "ranks on several nodes (peers)": options.prefix_sharding == "peers" and args.nnodes > 1,
         "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
@@ -42,7 +42,7 @@ def obstacle(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> str
 
 def may_store(args: ResolvedArgs, options: HybridMLAOptions) -> bool:
     """Whether ranks that hold prefixes together exchange by stores into each other's memory, if their GPUs reach it."""
-    return options.spread == "peers" or (options.spread == "auto" and args.nnodes == 1)
+    return options.prefix_sharding == "peers" or (options.prefix_sharding == "auto" and args.nnodes == 1)
 
 
 def set_environment(environment: MutableMapping[str, str]) -> None:

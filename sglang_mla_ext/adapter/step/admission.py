@@ -27,10 +27,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.step.failure import guarded
-from sglang_mla_ext.adapter.step.mixed import LATER, MixedRule, is_extend, refusal_of
+from sglang_mla_ext.adapter.step.mixed import MixedRule, is_extend, refusal_of
 from sglang_mla_ext.adapter.step.passes import Kind, Pass
 from sglang_mla_ext.adapter.step.voting import Voting
 from sglang_mla_ext.predict.mixed import MOST_STEPS  # plain Python
+from sglang_mla_ext.reasons import Fallback, NotMixed
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
@@ -87,9 +88,9 @@ class Admission:
             chosen = Pass(kind, Rows.of(new_tokens))
         else:
             chosen = Pass(kind, Rows(len(batch.reqs), self.steps.query_tokens if kind is Kind.VERIFY else 1))
-        sharded = self.steps.spreading
+        sharded = self.steps.sharded
         if sharded is not None and (agreed := sharded.shared_plan()) is not None:
-            chosen.spread, chosen.plan = agreed, agreed.mine
+            chosen.sharded, chosen.plan = agreed, agreed.mine
         return chosen
 
     def _in_decode_graph(self, batch: ScheduleBatch, *, votes: bool) -> bool:
@@ -103,40 +104,40 @@ class Admission:
             return False
         if batch.forward_mode.is_mixed():
             return True
-        return self._voting.rides(batch) if votes else is_extend(batch) and self.rule.allows(batch)
+        return self._voting.agreed_on(batch) if votes else is_extend(batch) and self.rule.allows(batch)
 
     # ---- ranks with batches of their own
 
     def sync(self, original: Callable[..., Any], batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
         """`prepare_mlp_sync_batch_raw`: all ranks tell each other what they would run next."""
-        if self.steps.spreading is not None:
-            self.steps.spreading.comes(batch)
+        if self.steps.sharded is not None:
+            self.steps.sharded.comes(batch)
         if not (self.rule.tokens and self.votes):
             return original(batch, *args, **kwargs)
         self._offer(batch, graphs=not kwargs["disable_cuda_graph"])
         found = original(batch, *args, **kwargs)
         # Not guarded: a rank that kept a prefill pass while the others replay a decode graph would hang them all.
         if self._voting.close(found):
-            self.rule.count_refused("another rank prefills")
+            self.rule.count_refused(NotMixed.RANK_PREFILLING)
         return found
 
-    @guarded("deciding what rides")
+    @guarded(Fallback.OPEN_VOTE)
     def _offer(self, batch: ScheduleBatch | None, *, graphs: bool) -> None:
         self._voting.open(None, graphs=graphs)
         if batch is not None and self._in_decode_graph(batch, votes=False):
             self._voting.open(batch, graphs=graphs)
 
-    @guarded("saying that new tokens ride")
+    @guarded(Fallback.CAST_VOTE)
     def cast(self, info: Any, *args: Any, **kwargs: Any) -> None:
         """`MLPSyncBatchInfo._get_local_tensor`: what this rank is about to say of itself."""
         if self.votes:
             self._voting.cast(info)
 
-    @guarded("agreeing on what is spread")
+    @guarded(Fallback.AGREE_SHARED)
     def gathered(self, result: None, info: Any, *args: Any, **kwargs: Any) -> None:
         """`MLPSyncBatchInfo.all_gather` is through: ranks agree on what a pass shares, too."""
-        if self.steps.spreading is not None:
-            self.steps.spreading.agree(info)
+        if self.steps.sharded is not None:
+            self.steps.sharded.agree(info)
 
     # ---- the batch that SGLang makes
 
@@ -175,7 +176,7 @@ class Admission:
                 left.batch_is_full = False  # those that ended in the step before have left their places
         return batch, left
 
-    @guarded("deciding how much is mixed")
+    @guarded(Fallback.SIZE_MIXED)
     def new_tokens(self, scheduler: Scheduler, running: ScheduleBatch) -> int:
         """Return how many new tokens a mixed step may have; 0 where what waits had better have a pass of its own."""
         size, chunked = scheduler.chunked_prefill_size, scheduler.chunked_req
@@ -206,7 +207,7 @@ class Admission:
             return AddReqResult.OTHER
         return original(adder, req, *args, **kwargs)
 
-    @guarded("deciding who is mixed")
+    @guarded(Fallback.ADMIT_MIXED)
     def waits(self, adder: PrefillAdder, req: Req) -> bool:
         """Return whether a request, whose turn it is to be let in, has to wait for the next batch. A batch that it is
         the first of is not mixed.
@@ -221,7 +222,7 @@ class Admission:
         adder.rem_chunk_tokens, self._running = self._chunk, None
         return False
 
-    @guarded("deciding what is mixed")
+    @guarded(Fallback.CHOOSE_MIXED)
     def prepared(self, result: None, batch: ScheduleBatch) -> None:
         """`ScheduleBatch.prepare_for_extend` is through: is the batch mixed?"""
         if not self.mixes:
@@ -235,12 +236,12 @@ class Admission:
             return
         self._tokens_each = 0.9 * self._tokens_each + 0.1 * batch.extend_num_tokens / len(batch.reqs)
         reason = self.rule.why_not(batch, len(self._running.reqs))
-        if reason == LATER:
+        if reason is NotMixed.PASS_IS_FASTER:
             self._passes = PASSES_IN_A_ROW
         # SGLang 0.5.17 does not look whether the running ones find a place behind those that were let in.
         scheduler.is_mixed_chunk = reason is None and self._running.check_decode_mem()
 
-    @guarded("counting decoded tokens", only_shows=True)
+    @guarded(Fallback.COUNT_DECODED, only_shows=True)
     def count_decoded(self, result: None, processor: Any, batch: ScheduleBatch, of_batch: Any) -> None:
         """`process_batch_result_prefill` of a mixed batch: count its running requests as SGLang counts those of a
         decode batch."""

@@ -22,6 +22,7 @@ from sglang_mla_ext.adapter.step.passes import Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.preparation import Preparation
 from sglang_mla_ext.adapter.step.steps import Steps
 from sglang_mla_ext.kernels.dispatch import whole_query
+from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -154,12 +155,12 @@ class HybridMLABackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """A step without a CUDA graph: one without segments needs nothing of what is shared."""
-        with our_part("preparing a step"):
+        with our_part(Fallback.PREPARE_STEP):
             step = self.preparation.begin(forward_batch, in_graph=False)
             if step.way is Way.STOCK:
                 self.preparation.count_rows_as_prefill(forward_batch)
         if self._prefill_graph is not None and absorbs_prefill():
-            with our_part("preparing a prefill graph"):
+            with our_part(Fallback.PREPARE_PREFILL_GRAPH):
                 self._prefill_graph.begin(forward_batch, step.prefill)
         elif step.way is Way.STOCK:
             self._stock.backend.init_forward_metadata(forward_batch)
@@ -220,10 +221,10 @@ class HybridMLABackend(AttentionBackend):
         if self._prefill_graph is not None and absorbs_prefill():
             if save_kv_cache and k is not None:
                 self._store(k, v, k_rope, layer, forward_batch)
-            with our_part("prefill in a graph"):
+            with our_part(Fallback.PREFILL_IN_GRAPH):
                 return self._absorb_prefill(q, q_rope, q_nope, layer, forward_batch)
         if q_rope is not None:
-            with our_part("joining a query"):
+            with our_part(Fallback.JOIN_QUERY):
                 q, k = whole_query(q, q_rope), torch.cat([k, k_rope], dim=-1)
         return self._stock.extend(q, k, v, layer, forward_batch, save_kv_cache)
 
@@ -270,12 +271,12 @@ class HybridMLABackend(AttentionBackend):
         # The query is joined after the rows are written: SGLang's kernel for that lets the next launch begin before it
         # ends (see kernels/storage/join_parts.py).
         if passes.now.way is Way.STOCK:
-            with our_part("joining a query"):
+            with our_part(Fallback.JOIN_QUERY):
                 q = q if q_rope is None else whole_query(q, q_rope)
             stock = self._stock.backend
             forward = stock.forward_extend if passes.now.kind is Kind.VERIFY else stock.forward_decode
             return forward(q, None, None, layer, forward_batch, save_kv_cache=False)
-        with our_part("attention"):
+        with our_part(Fallback.ATTENTION):
             return self._attend(q, q_rope, layer, forward_batch)
 
     def _attend(
@@ -331,7 +332,7 @@ class HybridMLABackend(AttentionBackend):
         """
         if absorbs_prefill():
             return tail_out if self._prefill_graph is None else self._prefill_graph.merge(tail_out)
-        with our_part("merging"):
+        with our_part(Fallback.MERGE):
             step, per_head = passes.now, tail_out.view(tail_out.shape[0], self._heads, -1)
             tail_lse, step.tail_lse = step.tail_lse, None
             self._shared.merge(per_head, tail_lse, per_head, watched=step.watched)

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from sglang_mla_ext.reasons import Fallback
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -44,11 +46,11 @@ class OurPartFailedError(RuntimeError):
     """What is ours in a layer has failed; its cause says how.
 
     Attributes:
-        what: was being done.
+        what: has failed.
     """
 
-    def __init__(self, what: str, cause: BaseException) -> None:
-        super().__init__(f"hybrid_mla: {what} failed: {type(cause).__name__}: {cause}")
+    def __init__(self, what: Fallback, cause: BaseException) -> None:
+        super().__init__(f"hybrid_mla: {what.text}: {type(cause).__name__}: {cause}")
         self.what = what
 
 
@@ -56,7 +58,7 @@ class our_part:
     """A context, entered often, in every layer: an error inside of it becomes an OurPartFailedError. Nothing that is
     SGLang's is called in it."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: Fallback) -> None:
         self._what = what
 
     def __enter__(self) -> None:
@@ -69,13 +71,13 @@ class our_part:
             raise OurPartFailedError(self._what, error) from error
 
 
-def guarded(doing: str, *, only_shows: bool = False, loses_memory: bool = False) -> Callable[[Method], Method]:
+def guarded(what: Fallback, *, only_shows: bool = False, loses_memory: bool = False) -> Callable[[Method], Method]:
     """Return a decorator of what SGLang calls in a running server: what it raises does not reach SGLang. It returns
     None then.
 
     Args:
-        doing: what it does. Its first argument has the process's `steps`: a method of the session or of its admission,
-            or a function that gets the session.
+        what: has failed then. The method's first argument has the process's `steps`: a method of the session or of its
+            admission, or a function that gets the session.
         only_shows: what is shared stays so; otherwise it is forgotten, and nothing is shared for a while.
         loses_memory: the session's memory has to be cleared before it is used again.
     """
@@ -87,9 +89,9 @@ def guarded(doing: str, *, only_shows: bool = False, loses_memory: bool = False)
                 return method(self, *args, **kwargs)
             except Exception as error:
                 if only_shows:
-                    self.steps.counters.fall_back(f"{doing} failed: {type(error).__name__}", error)
+                    self.steps.counters.fall_back(what, error)
                 else:
-                    self.steps.fail(doing, error, self.memory.clear if loses_memory else None)
+                    self.steps.fail(what, error, self.memory.clear if loses_memory else None)
 
         return call
 

@@ -59,7 +59,7 @@ def table() -> list[Hook]:
     from sglang_mla_ext.adapter.latent import pool as latent_pool
     from sglang_mla_ext.adapter.step import layer
 
-    base, mixes, fp8, drafts = Feature.BASE, Feature.RIDING, Feature.FP8, Feature.DRAFTS
+    base, mixes, fp8, drafts = Feature.BASE, Feature.MIXED, Feature.FP8, Feature.DRAFTS
     batch, runner, workers = "managers.schedule_batch", "model_executor.runner", "managers.scheduler_components"
     weights = f"{workers}.weight_updater.SchedulerWeightUpdaterManager"
     forward = "models.deepseek_common.attention_forward_methods"
@@ -219,9 +219,9 @@ def table() -> list[Hook]:
             *(BEFORE, SESSION, Session.before_loading, Feature.HOST_CACHE, "loads that wait for the forward stream"),
         ),
     ]
-    if HybridMLAOptions.from_env().spread != "off":
+    if HybridMLAOptions.from_env().prefix_sharding != "off":
         gathered = "words of the attention backend in the exchange before a pass"
-        hooks.append(Hook(f"{sync}.all_gather", AFTER, ADMISSION, Admission.gathered, Feature.SPREAD, gathered))
+        hooks.append(Hook(f"{sync}.all_gather", AFTER, ADMISSION, Admission.gathered, Feature.SHARDED, gathered))
     if on_cpu():
         from sglang_mla_ext.adapter.stock.torch_native import after_support_triton
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.step.failure import our_part
 from sglang_mla_ext.adapter.step.passes import passes
+from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -40,7 +41,7 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-    with our_part("choosing how to attend"):
+    with our_part(Fallback.CHOOSE_ATTENTION):
         expanded = passes.now.prefill is not None and not absorbs_prefill()
     if expanded:
         return handlers.AttnForwardMethod.MHA_CHUNKED_KV
@@ -74,7 +75,7 @@ def after_split_q(result: tuple[torch.Tensor, ...], attention: DeepseekV2Attenti
     if id(attention) in _ours and (step.takes_query or absorbs_prefill()):
         step.q_nope = result[0]
         if step.query_scaling is not None:
-            with our_part("scaling a query"):
+            with our_part(Fallback.SCALE_QUERY):
                 step.q_nope = scaled(result[0])
 
 
@@ -100,7 +101,7 @@ def after_queries_per_head(
     """
     if passes.now.query_scaling is None or id(attention) not in _ours:
         return None
-    with our_part("scaling a query"):
+    with our_part(Fallback.SCALE_QUERY):
         query, *rest = result
         return scaled(query), *rest
 
@@ -115,7 +116,7 @@ def around_chunk_info(original: Callable[..., None], forward_batch: Any, device:
     if plan is None or forward_batch.prefix_chunk_len is not None:
         original(forward_batch, device, **packing)
         return
-    with our_part("leaving expanded prefixes out"):
+    with our_part(Fallback.SKIP_EXPANDED):
         rest = copy.copy(forward_batch)  # as if the cached prefixes were what is left of them
         lens = zip(forward_batch.extend_prefix_lens_cpu, plan.covered, strict=True)
         rest.extend_prefix_lens_cpu = [total - there for total, there in lens]
@@ -125,7 +126,7 @@ def around_chunk_info(original: Callable[..., None], forward_batch: Any, device:
             starts = covered.to(forward_batch.extend_prefix_lens.device, non_blocking=True)
             rest.extend_prefix_lens = forward_batch.extend_prefix_lens - starts
     original(rest, device, **packing)
-    with our_part("leaving expanded prefixes out"):
+    with our_part(Fallback.SKIP_EXPANDED):
         for name, value in vars(rest).items():
             if name not in ("extend_prefix_lens", "extend_prefix_lens_cpu"):
                 setattr(forward_batch, name, value)
@@ -150,7 +151,7 @@ def around_prefix_attention(
         q: `[rows, heads, qk_nope_head_dim + qk_rope_head_dim]`.
         accum_output: `[rows, heads, v_head_dim]`, accum_lse: `[rows, heads]` of the new tokens among themselves.
     """
-    with our_part("prefill over expanded prefixes"):
+    with our_part(Fallback.PREFILL_ATTENTION):
         if (plan := passes.now.prefill) is not None:
             parts = q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
             plan.attend(layer, parts, accum_output, accum_lse)

@@ -25,6 +25,7 @@ from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
 from sglang_mla_ext.prefix.sharing import Sharing
+from sglang_mla_ext.reasons import Fallback, NotMixed
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-
-LATER = "a pass of its own is sooner"
-"""Why new tokens that could be rows of the decode graph are not."""
 
 
 class MixedRule:
@@ -82,7 +79,7 @@ class MixedRule:
             self.most_rows = min(self.most_rows, graphs.max_bs)
             logits_gib = graphs.max_bs * runner.model_config.vocab_size * 4 / (1 << 30)
             logger.info(
-                "hybrid_mla: up to %d new tokens ride in a decode step; for that there are graphs of up to %d rows, "
+                "hybrid_mla: up to %d new tokens are mixed into a decode step; for that graphs have up to %d rows, "
                 "whose logits take %.2f GiB",
                 self.tokens,
                 self.most_rows,
@@ -93,7 +90,7 @@ class MixedRule:
         """Return whether new tokens of an extend batch are rows of the decode graph; see `why_not`."""
         return self.why_not(batch, running) is None
 
-    def why_not(self, batch: ScheduleBatch, running: int = 0) -> str | None:
+    def why_not(self, batch: ScheduleBatch, running: int = 0) -> NotMixed | None:
         """Return why the new tokens of an extend batch have a pass of their own; None if they are rows of the decode
         graph. That is counted, but not of a batch with running requests: it is asked again without them.
 
@@ -103,15 +100,15 @@ class MixedRule:
         """
         reason = refusal(batch)
         if reason is None and batch.extend_num_tokens + running > self.most_rows:
-            reason = f"more than {self.most_rows} rows"
+            reason = NotMixed.MORE_ROWS
         if reason is None and not self._agree(self._is_sooner(batch)):
-            reason = LATER
+            reason = NotMixed.PASS_IS_FASTER
         if reason is not None and not running:
             self.count_refused(reason)
         return reason
 
-    def count_refused(self, reason: str) -> None:
-        self._counters.not_ridden[reason] += 1
+    def count_refused(self, reason: NotMixed) -> None:
+        self._counters.not_mixed[reason.value] += 1
 
     def _is_sooner(self, batch: ScheduleBatch) -> bool:
         """Return whether that is predicted to be sooner than a pass of its own, with what is expanded now."""
@@ -120,7 +117,7 @@ class MixedRule:
             seconds = self.seconds(batch.prefix_lens, expanded_lens, batch.extend_lens)
             return seconds <= self.pass_seconds(batch.prefix_lens, expanded_lens, batch.extend_lens)
         except Exception as error:  # the other ranks wait for an answer
-            self._counters.fall_back(f"predicting a riding pass failed: {type(error).__name__}", error)
+            self._counters.fall_back(Fallback.PREDICT_MIXED, error)
             return False
 
     def seconds(self, prefix_lens: Sequence[int], expanded_lens: Sequence[int], new_tokens: Sequence[int]) -> float:
@@ -161,25 +158,25 @@ def is_extend(batch: Any) -> bool:
     return mode is type(mode).EXTEND
 
 
-def refusal_of(req: Req) -> str | None:
+def refusal_of(req: Req) -> NotMixed | None:
     """Return why no new tokens of this request are rows of the decode graph; None if they may be. Known before any of
     them is computed, and the same for all pieces of a prompt."""
     reasons = {
-        "embeddings as input": req.input_embeds is not None or req.positional_embed_overrides is not None,
-        "images or other media": req.multimodal_inputs is not None,
-        "hidden states": bool(req.return_hidden_states),
-        "nothing is generated": req.is_prefill_only,
+        NotMixed.INPUT_EMBEDS: req.input_embeds is not None or req.positional_embed_overrides is not None,
+        NotMixed.MULTIMODAL: req.multimodal_inputs is not None,
+        NotMixed.HIDDEN_STATES: bool(req.return_hidden_states),
+        NotMixed.PREFILL_ONLY: req.is_prefill_only,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def refusal(batch: ScheduleBatch) -> str | None:
+def refusal(batch: ScheduleBatch) -> NotMixed | None:
     """Return why new tokens of a batch cannot be rows of the decode graph, whatever it costs; None where they can."""
     inputs = zip(batch.extend_lens, batch.extend_logprob_start_lens, strict=True)
     reasons = {
-        "an encoder": batch.encoder_lens is not None,
-        "input log-probabilities": batch.return_logprob and any(length > start for length, start in inputs),
-        "rows are on their way from the host": batch.hicache_consumer_index >= 0,
+        NotMixed.ENCODER: batch.encoder_lens is not None,
+        NotMixed.INPUT_LOGPROBS: batch.return_logprob and any(length > start for length, start in inputs),
+        NotMixed.LOADING_FROM_HOST: batch.hicache_consumer_index >= 0,
     }
     of_batch = (reason for reason, applies in reasons.items() if applies)
     return next(chain(filter(None, map(refusal_of, batch.reqs)), of_batch), None)
@@ -198,7 +195,7 @@ def forward_mixed(
     forward: Callable[..., Any],
     runner: Any,
     batch: ForwardBatch,
-    fail: Callable[[str, BaseException], None],
+    fail: Callable[[Fallback, BaseException], None],
     *args: Any,
 ) -> Any:
     """`ModelRunner._forward_raw` of the pass that runs now, which is mixed. Where our part of that fails, it is the
@@ -212,11 +209,11 @@ def forward_mixed(
     """
     now = passes.now
     try:
-        with our_part("making rows of new tokens"):
+        with our_part(Fallback.MAKE_ROWS):
             now.as_rows = as_rows(batch, now.rows)
             now.last_rows = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
         output = forward(runner, now.as_rows, *args)
-        with our_part("taking the logits of last rows"):
+        with our_part(Fallback.TAKE_LAST_LOGITS):
             take_last_rows(output.logits_output, now)
         return output
     except OurPartFailedError as failure:
@@ -228,7 +225,7 @@ def forward_mixed(
     return forward(runner, batch, *args)
 
 
-@guarded("taking last rows")
+@guarded(Fallback.SELECT_LAST_ROWS)
 def select_last_rows(session: Running, metadata: Any, cls: type, forward_batch: Any) -> None:
     """`LogitsMetadata.from_forward_batch`: without a graph the head has those rows alone that logits are wanted of, as
     in the extend that was asked for. So many SGLang expects where ranks gather them."""

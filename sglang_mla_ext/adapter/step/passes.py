@@ -78,7 +78,7 @@ class Pass:
             of its requests, the last ones, decode.
         as_rows: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
         only_last_rows: whether its logits are of these alone.
-        spread: what the ranks that hold prefixes together agreed on for it; None where they agreed on nothing.
+        sharded: what the ranks that hold prefixes together agreed on for it; None where they agreed on nothing.
         watched: what is to be copied in the merge of the layer that runs now, if anything ever is.
         q_nope: `[rows, heads, qk_nope_head_dim]`, the query of the layer that runs now, before absorption.
         tail_lse: `[rows, heads]` float32, natural log, of the layer whose shared part is still to be merged.
@@ -98,7 +98,7 @@ class Pass:
     as_rows: Any = None
     last_rows: Any = None
     only_last_rows: bool = False
-    spread: ShardedPlan | None = None
+    sharded: ShardedPlan | None = None
     watched: Watched | None = None
     q_nope: Tensor | None = None
     tail_lse: Tensor | None = None
@@ -107,7 +107,7 @@ class Pass:
     def share_nothing(self) -> None:
         """Forget what was planned, and what a layer has left. What ranks agreed on stands, as on the others."""
         self.q_nope = self.tail_lse = None
-        if self.spread is None:
+        if self.sharded is None:
             self.plan, self.prefill = NOTHING_SHARED, None
 
     def become(self, kind: Kind, rows: Rows) -> None:

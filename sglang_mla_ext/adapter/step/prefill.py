@@ -3,7 +3,7 @@
 SGLang computes the prefill of an MLA model with keys per head, in two parts that it merges by lse: the new tokens
 among themselves, and the cached prefix, whose latent rows it gathers and expands again for every request. Here one
 launch attends to the expanded part of the prefix for all requests, then the pass may expand what else they share for
-itself (passing.py), and SGLang's loop is left with what follows it.
+itself (transient.py), and SGLang's loop is left with what follows it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_mla_ext.adapter.step.passing import PassingPlan
+from sglang_mla_ext.adapter.step.transient import TransientPlan
 from sglang_mla_ext.adapter.step.windows import Window, attend, windows
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.observe import Counters
@@ -35,7 +35,7 @@ class PrefillPlan:
         attention: to what is kept expanded; None where nothing ever is.
         layer_index: of the attention's buffers, by SGLang's layer id.
         wait: is called with the id of each layer, see host_cache.py.
-        passing: what is expanded for the pass alone; None where nothing is.
+        transient: what is expanded for the pass alone; None where nothing is.
     """
 
     covered: tuple[int, ...]
@@ -44,14 +44,14 @@ class PrefillPlan:
     layer_index: dict[int, int]
     counters: Counters
     wait: Callable[[int], None] = lambda layer_id: None
-    passing: PassingPlan | None = None
+    transient: TransientPlan | None = None
 
     @classmethod
     def make(
         cls,
         plan: Plan,
         rows: Rows,
-        passing: PassingPlan | None = None,
+        transient: TransientPlan | None = None,
         *,
         attention: SharedAttention | None,
         layer_index: dict[int, int],
@@ -68,10 +68,10 @@ class PrefillPlan:
             None where nothing is expanded.
         """
         found = tuple(windows(attention, rows, plan.segments, max_rows, {})) if plan.segments else ()
-        if not found and passing is None:
+        if not found and transient is None:
             return None
-        covered = plan.prefix_lens if passing is None else passing.ends
-        return cls(covered, found, attention, layer_index, counters, wait, passing)
+        covered = plan.prefix_lens if transient is None else transient.ends
+        return cls(covered, found, attention, layer_index, counters, wait, transient)
 
     def attend(
         self,
@@ -89,8 +89,8 @@ class PrefillPlan:
         self.wait(layer.attn_mha.layer_id)
         index = self.layer_index[layer.attn_mha.layer_id]
         if index == 0:  # not when it is planned: what is counted has happened
-            self.counters.count_prefill(self.covered, self.passing.expanded_tokens if self.passing else 0)
+            self.counters.count_prefill(self.covered, self.transient.expanded_tokens if self.transient else 0)
         if self.windows:
             attend(self.attention, self.windows, index, layer, q, out, lse)
-        if self.passing is not None:
-            self.passing.attend(layer, q, out, lse)
+        if self.transient is not None:
+            self.transient.attend(layer, q, out, lse)

@@ -26,6 +26,7 @@ from sglang_mla_ext.kernels.dispatch import make_kept_part
 from sglang_mla_ext.kernels.kept_part import KeptPart
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -108,7 +109,7 @@ class PrefillGraph:
         Args:
             tail_out: `[rows, heads * v_head_dim]`.
         """
-        with our_part("merging"):
+        with our_part(Fallback.MERGE):
             rows, heads = len(tail_out), self._kept.lse.shape[1]
             self._kept.merge(tail_out.view(rows, heads, -1), self._tail_lse[:rows])
         return tail_out
@@ -140,5 +141,5 @@ def make_prefill_graph(
     except Exception as error:
         if not stock.decodes:  # nothing else reads the pool there
             raise
-        counters.fall_back(f"prefill_graph: {type(error).__name__}", error)
+        counters.fall_back(Fallback.PREFILL_GRAPH, error)
         return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.steps import Steps
 from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
@@ -53,8 +54,8 @@ class Preparation:
         """
         step, kind = passes.now, Kind.of(forward_batch.forward_mode)
         if in_capture or step.kind is not kind or (kind.is_step and step.rows.requests > forward_batch.batch_size):
-            spread = None if in_capture else step.spread  # a rank without requests attends for the others
-            if spread is not None and spread.mine.segments:
+            sharded = None if in_capture else step.sharded  # a rank without requests attends for the others
+            if sharded is not None and sharded.mine.segments:
                 raise RuntimeError("ranks agreed on what another batch shares")
             no_rows = Rows(0, self.tokens_each(kind))
             if in_capture:  # of no batch
@@ -64,7 +65,7 @@ class Preparation:
         step.way = self._way_without_sharing(step)
         can_share = step.kind is (Kind.VERIFY if self._query_tokens > 1 else Kind.DECODE)
         shares = False
-        if can_share and (step.spread is not None or forward_batch.batch_size in self._requests):
+        if can_share and (step.sharded is not None or forward_batch.batch_size in self._requests):
             shares = self._write_plan(step, forward_batch, needed=in_graph)
             if in_graph or shares:
                 step.way = Way.SHARED
@@ -80,7 +81,7 @@ class Preparation:
             try:
                 self._steps.shadow.begin_step(step, shares)
             except Exception as error:
-                self._steps.fail("the shadow check", error)
+                self._steps.fail(Fallback.SHADOW_CHECK, error)
         step.takes_query = step.way is Way.SHARED and self._shared is not None
         return step
 
@@ -106,7 +107,7 @@ class Preparation:
     def _begin_again(self, step: Pass, forward_batch: ForwardBatch, error: Exception, *, in_graph: bool) -> None:
         """Make ready for a step for which that has failed, with nothing shared: where there is no graph, and the stock
         backend can read the pool, for one of its own. What fails here is plain absorb."""
-        self._steps.fail("preparing a step", error)
+        self._steps.fail(Fallback.PREPARE_STEP, error)
         if in_graph and step.way is Way.SHARED:
             self._write_plan(step, forward_batch, needed=True)
         else:
@@ -123,7 +124,7 @@ class Preparation:
                 self._written = None  # what was planned for attention to latents
         except Exception as error:
             self._written = None
-            self._steps.fail("the shadow check", error)
+            self._steps.fail(Fallback.SHADOW_CHECK, error)
 
     def count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
         """Of a decode or verify step that SGLang runs as prefill."""
@@ -139,23 +140,23 @@ class Preparation:
         Args:
             needed: the step has shared attention in it, whether or not anything is shared.
         """
-        planned = step.plan if step.spread is None else step.spread
+        planned = step.plan if step.sharded is None else step.sharded
         if not planned.segments and not needed:
             return False
         each = self.tokens_each(step.kind)
         rows = step.rows.padded(forward_batch.batch_size * each, each)
-        if needed and step.spread is not None and step.spread.each != rows.total:
-            raise RuntimeError(f"ranks agreed on {step.spread.each} rows of each, and the graph has {rows.total}")
+        if needed and step.sharded is not None and step.sharded.each != rows.total:
+            raise RuntimeError(f"ranks agreed on {step.sharded.each} rows of each, and the graph has {rows.total}")
         if self._written is None or planned is not self._written[0] or rows != self._written[1]:
             self._written = None
             try:
-                self._write(step.plan, rows, step.spread)
+                self._write(step.plan, rows, step.sharded)
                 if planned.segments:
                     self._steps.succeed()
             except Exception as error:
-                if step.spread is not None:
+                if step.sharded is not None:
                     raise  # the other ranks count on this one
-                self._steps.fail("writing a plan", error)
+                self._steps.fail(Fallback.WRITE_PLAN, error)
                 step.share_nothing()
                 if not needed:
                     return False
@@ -164,11 +165,11 @@ class Preparation:
             self._written = planned, rows
         return bool(planned.segments)
 
-    def _write(self, plan: Plan, rows: Rows, spread: ShardedPlan | None = None) -> None:
-        if spread is not None:
-            self._shared.plan(spread.segments, spread.each)
+    def _write(self, plan: Plan, rows: Rows, sharded: ShardedPlan | None = None) -> None:
+        if sharded is not None:
+            self._shared.plan(sharded.segments, sharded.each)
         elif self._shared is not None:
-            self._shared.plan(rows.spread(plan.of_mode(Mode.NAIVE)), rows.total)
+            self._shared.plan(rows.by_row(plan.of_mode(Mode.NAIVE)), rows.total)
         units = rows.units(self._query_tokens)
-        grouped = units.spread(plan.of_mode(Mode.GROUPED_ABSORB))
+        grouped = units.by_row(plan.of_mode(Mode.GROUPED_ABSORB))
         self._latent.plan(grouped, units.repeat(plan.prefix_lens), units.total)

@@ -39,12 +39,12 @@ def tp_group() -> GroupCoordinator:
     return get_tp_group()
 
 
-def rules(options: HybridMLAOptions, rates: GpuRates, riding_tokens: int) -> dict[str, object]:
+def rules(options: HybridMLAOptions, rates: GpuRates, mixed_tokens: int) -> dict[str, object]:
     """Return what a rank decides by, by name.
 
     Args:
         options: with defaults that follow the memory.
-        riding_tokens: that a step may have; the default follows the GPU's name.
+        mixed_tokens: that a step may have; the default follows the GPU's name.
     """
     asked = HybridMLAOptions.from_env()
     return {
@@ -53,7 +53,7 @@ def rules(options: HybridMLAOptions, rates: GpuRates, riding_tokens: int) -> dic
         "Python": ".".join(platform.python_version_tuple()[:2]),  # `sum` of floats is not the same in all
         **{"--hybrid-mla-" + each.name.replace("_", "-"): getattr(asked, each.name) for each in fields(asked)},
         "rates of the GPU": f"{rates.name} ({blake2b(repr(rates).encode(), digest_size=4).hexdigest()})",
-        "mixed tokens in a step": riding_tokens,
+        "mixed tokens in a step": mixed_tokens,
         "memory for expanded prefixes": "some" if options.may_expand else "none",
     }
 

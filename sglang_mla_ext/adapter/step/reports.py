@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.observe import Counters, Metrics, report, segment_entry
 from sglang_mla_ext.prefix.sharing import Sharing
+from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.step.shadow import ShadowCheck
@@ -52,7 +53,7 @@ class Reports:
                 for each in self._prefixes.shown_segments()
             ]
         except Exception as error:  # what is shared stays so
-            self._counters.fall_back(f"showing the tree of shared segments failed: {type(error).__name__}", error)
+            self._counters.fall_back(Fallback.SHOW_SEGMENTS, error)
             found["segments"] = []
         return found
 
@@ -69,4 +70,4 @@ class Reports:
         try:
             self._metrics.publish(self.report(), shadow.pop_errors() if shadow is not None else ())
         except Exception as error:  # what is shared stays so
-            self._counters.fall_back(f"publishing metrics failed: {type(error).__name__}", error)
+            self._counters.fall_back(Fallback.PUBLISH_METRICS, error)

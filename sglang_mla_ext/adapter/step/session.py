@@ -16,6 +16,7 @@ from sglang_mla_ext.adapter.step.admission import Admission
 from sglang_mla_ext.adapter.step.failure import guarded
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.passes import passes
+from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.managers.cache_controller import HiCacheController
@@ -68,8 +69,8 @@ class Session:
         scheduler, steps = self.scheduler, self.steps
         steps.attach(installed.TreeView(scheduler.tree_cache))
         runner = scheduler.tp_worker.model_runner
-        if steps.spreading is not None:
-            steps.spreading.begin(runner)
+        if steps.sharded is not None:
+            steps.sharded.begin(runner)
         self.admission.begin(runner, votes=scheduler.require_mlp_sync)
         if scheduler.metrics_collector is not None:
             steps.reports.publish_as(scheduler.metrics_collector.labels)
@@ -77,7 +78,7 @@ class Session:
 
     # ---- a pass
 
-    @guarded("hearing of a forward pass")
+    @guarded(Fallback.BEGIN_PASS)
     def begin_pass(
         self, forward_batch: Any, cls: type, batch: ScheduleBatch, runner: ModelRunner, *args: Any, **kwargs: Any
     ) -> None:
@@ -91,8 +92,8 @@ class Session:
         # decode server. All ranks have the same.
         inflight = getattr(self.scheduler, "disagg_prefill_inflight_queue", None) or ()
         self.steps.plan_pass(step, batch.reqs, [*self.scheduler.running_batch.reqs, *inflight], *lens)
-        if self.steps.spreading is not None:
-            self.steps.spreading.expand(forward_batch.req_pool_indices)
+        if self.steps.sharded is not None:
+            self.steps.sharded.expand(forward_batch.req_pool_indices)
         self.steps.reports.publish(self.steps.shadow)
 
     def forward(
@@ -109,7 +110,7 @@ class Session:
         finally:
             self._end_pass(forward_batch, launched)
 
-    @guarded("checking a step")
+    @guarded(Fallback.END_PASS)
     def _end_pass(self, forward_batch: Any, launched: bool) -> None:
         step = passes.now
         passes.end()
@@ -119,35 +120,35 @@ class Session:
             self.backend.preparation.end_step(forward_batch)
         else:
             self.backend.preparation.end_step(step.as_rows)
-            self.steps.counters.count_ride(step.plan, step.rows, step.decoding)
+            self.steps.counters.count_mixed(step.plan, step.rows, step.decoding)
 
     # ---- what is to be forgotten
 
-    @guarded("forgetting what was flushed")
+    @guarded(Fallback.FLUSH_CACHE)
     def flushed(self, success: bool, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         """`Scheduler.flush_cache`."""
         if success:
             self.steps.forget()
 
-    @guarded("forgetting what old weights gave")
+    @guarded(Fallback.UPDATE_WEIGHTS)
     def weights_change(self, result: Any, *args: Any, **kwargs: Any) -> None:
         """`_observe_weight_load`, before weights are loaded."""
         self.steps.weights_change()
 
-    @guarded("forgetting what sleeps")
+    @guarded(Fallback.RELEASE_MEMORY)
     def memory_released(self, result: Any, manager: Any, recv_req: Any) -> None:
         """`release_memory_occupation`: what is expanded is gone, whether or not SGLang could flush its cache. It does
         so after the memory is given back, so forgetting touches nothing on the device."""
         if installed.gives_kv_memory(recv_req.tags):
             self.steps.forget()
 
-    @guarded("clearing memory after sleep", loses_memory=True)
+    @guarded(Fallback.RESUME_MEMORY, loses_memory=True)
     def memory_resumed(self, result: Any, manager: Any, recv_req: Any) -> None:
         """`resume_memory_occupation`: the memory is there again, with any contents."""
         if installed.gives_kv_memory(recv_req.tags):
             self.memory.clear()
 
-    @guarded("becoming idle")
+    @guarded(Fallback.BECOME_IDLE)
     def idle(self, result: None, scheduler: Scheduler) -> None:
         """`Scheduler.on_idle`."""
         if scheduler.is_fully_idle():
@@ -156,13 +157,13 @@ class Session:
 
     # ---- requests and reports
 
-    @guarded("looking for an empty prompt", only_shows=True)
+    @guarded(Fallback.CHECK_PROMPT, only_shows=True)
     def refuse_empty(self, error: str | None, req: Req, *args: Any, **kwargs: Any) -> str | None:
         """`validate_input_length`: refuse a prompt of no tokens, as SGLang refuses `"input_ids": []`. It has no row, so
         SGLang would take its first token from the logits of another request's."""
         return error or ("input_ids cannot be empty." if not req.origin_input_ids else None)
 
-    @guarded("reporting", only_shows=True)
+    @guarded(Fallback.REPORT_STATE, only_shows=True)
     def report(self, result: Any, scheduler: Scheduler, recv_req: Any) -> None:
         """`Scheduler.get_internal_state`."""
         state, report = result.internal_state, self.steps.reports.status(self.steps.pause)
@@ -170,7 +171,7 @@ class Session:
             report[ACCEPT_LENGTH] = state[ACCEPT_LENGTH]
         state[BACKEND_NAME] = report
 
-    @guarded("waiting before rows come from the host")
+    @guarded(Fallback.LOAD_FROM_HOST)
     def before_loading(self, controller: HiCacheController) -> None:
         """`HiCacheController.start_loading`."""
         if controller.load_queue:

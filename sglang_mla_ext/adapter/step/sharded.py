@@ -27,7 +27,8 @@ from sglang_mla_ext.prefix.sharded.names import Name, Names, chunk_names
 from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 from sglang_mla_ext.prefix.sharded.report import Report
 from sglang_mla_ext.prefix.sharded.reports import Reports
-from sglang_mla_ext.prefix.sharded.vote import PLANS_DIFFER, Vote, Words
+from sglang_mla_ext.prefix.sharded.vote import Vote, Words
+from sglang_mla_ext.reasons import Fallback, NotSharded
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -112,7 +113,7 @@ class ShardedSteps:
         requests: range,
         query_tokens: int,
         can_share: Callable[[], bool],
-        fail: Callable[[str, Exception], None],
+        fail: Callable[[Fallback, Exception], None],
     ) -> None:
         """
         Args:
@@ -154,12 +155,12 @@ class ShardedSteps:
         if not any(requests):
             return
         if info.is_extend_in_batch:
-            self._counters.not_spread["a rank prefills"] += 1
+            self._counters.not_sharded[NotSharded.RANK_PREFILLING.value] += 1
             return
         each, reason = self._requests_of_each(requests, info.can_run_decode_cuda_graph)
         if reason is None and self._without_vote:
             self._without_vote -= 1
-            reason = PLANS_DIFFER if self._differed else None
+            reason = NotSharded.PLANS_DIFFER if self._differed else None
         elif reason is None:
             began, self._waited_s = time.perf_counter(), 0.0
             rows = [count * self._query_tokens for count in requests]
@@ -167,16 +168,16 @@ class ShardedSteps:
             each *= self._query_tokens
             decided = hold_vote(self._vote, self._member, given, rows, each, self._wait_for_all, self._fail)
             self._counters.plan_seconds += time.perf_counter() - began - self._waited_s
-            if isinstance(decided, str):
+            if isinstance(decided, NotSharded):
                 reason = decided
-                if reason == PLANS_DIFFER:
+                if reason is NotSharded.PLANS_DIFFER:
                     self._plans_differ()
             else:
                 self._plan, self._differed = decided, 0
                 if not decided.segments and self._member.asks_for_nothing:
                     self._without_vote = STEPS_OF_NOTHING
         if reason is not None:
-            self._counters.not_spread[reason] += 1
+            self._counters.not_sharded[reason.value] += 1
         self._member.begin(self._plan)
 
     def shared_plan(self) -> ShardedPlan | None:
@@ -197,7 +198,7 @@ class ShardedSteps:
             self._slots.begin(pool_indices)
             self._member.expand()
         except Exception as error:
-            self._fail("expanding", error)
+            self._fail(Fallback.EXPAND, error)
 
     def _wait_for_all(self, mine: Sequence[int]) -> Sequence[Sequence[int]]:
         began = time.perf_counter()
@@ -208,7 +209,7 @@ class ShardedSteps:
     def _plans_differ(self) -> None:
         """Plans were not the same on all ranks: vote again in the next step, and where that happens again and again,
         less and less often, because such a vote costs more than one in which nothing has changed."""
-        if not self._counters.not_spread[PLANS_DIFFER]:
+        if not self._counters.not_sharded[NotSharded.PLANS_DIFFER.value]:
             logger.warning(
                 "hybrid_mla: ranks made different plans of the same reports and share nothing in this step. Please "
                 "report it, with the launch commands of all nodes."
@@ -216,15 +217,15 @@ class ShardedSteps:
         self._without_vote = min(STEPS_OF_NOTHING * self._differed, MOST_STEPS_OF_NOTHING)
         self._differed += 1
 
-    def _requests_of_each(self, requests: Sequence[int], graphs: bool) -> tuple[int, str | None]:
+    def _requests_of_each(self, requests: Sequence[int], graphs: bool) -> tuple[int, NotSharded | None]:
         """Requests, or new tokens that are rows, that every rank has in a pass, some of them padding, or why it is not
         sharded; from what all ranks know."""
         most = max(requests)
         if self._graphs is not None:
             most = next((size for size in self._graphs if size >= most), 0) if graphs else 0
         elif not all(requests):
-            return 0, "a rank has no rows"
-        return most, None if most in self._requests else "no shared attention in a step of so many rows"
+            return 0, NotSharded.RANK_WITHOUT_ROWS
+        return most, None if most in self._requests else NotSharded.MORE_ROWS
 
     def _given(self) -> tuple[list[Names], list[int]]:
         """Names and rows of the batch's requests: of all of a prompt's tokens where it is decoded, and of what is
@@ -246,8 +247,8 @@ def hold_vote(
     tokens: Sequence[int],
     each: int,
     gather: Gather,
-    fail: Callable[[str, Exception], None],
-) -> ShardedPlan | str:
+    fail: Callable[[Fallback, Exception], None],
+) -> ShardedPlan | NotSharded:
     """Return what a step shares, or why it shares nothing; the same on all ranks, each of which calls this.
 
     Args:
@@ -262,7 +263,7 @@ def hold_vote(
         try:
             said = member.report(*given()).said
         except Exception as error:
-            fail("saying what is shared", error)
+            fail(Fallback.REPORT_SHARED, error)
     decided = vote.compare(gather(vote.open(said, agreed=member.has_agreed)), each)
     if decided is not None:
         return decided
@@ -275,7 +276,7 @@ def hold_vote(
         plan = member.agree(reports, each)
         made = member.fingerprint_of(plan) or 1
     except Exception as error:
-        fail("agreeing on what is shared", error)
+        fail(Fallback.AGREE_SHARED, error)
         plan, made = None, 0
     return vote.close(plan, gather([made]))
 
@@ -293,6 +294,6 @@ def gather_over(group: GroupCoordinator) -> Gather:
 
 
 def exchange_over(group: GroupCoordinator) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """See kernels.naive.spread.Exchange; SGLang's own, which CUDA graphs can hold."""
+    """See kernels.naive.sharded.Exchange; SGLang's own, which CUDA graphs can hold."""
     exchange: Callable[[torch.Tensor, torch.Tensor], None] = group._all_to_all_single
     return exchange

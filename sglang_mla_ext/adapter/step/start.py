@@ -73,8 +73,8 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     options, memory = process.options, Memory(installed.memory_region(runner))
     mla_layer.accept_query_parts(not models.scales_queries(runner.server_args))
     backend, steps, rule = build(runner, options, process.budget_bytes, memory)
-    if steps.spreading is not None:
-        assert_installed([Feature.SPREAD, Feature.RIDING])
+    if steps.sharded is not None:
+        assert_installed([Feature.SHARDED, Feature.MIXED])
     if rule.tokens:
         _check_mixed(rule, asked=options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk)
     if process.scheduler is not None:  # otherwise nobody tells of batches, and every step is plain absorb
@@ -89,11 +89,11 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
 def _check_mixed(rule: MixedRule, asked: bool) -> None:
     """A server runs without mixed steps where SGLang has not what they take, and nobody asked for them."""
     try:
-        assert_installed([Feature.RIDING])
+        assert_installed([Feature.MIXED])
     except contract.ContractError as error:
         if asked:
             raise
-        logger.warning("hybrid_mla: no new tokens ride in decode steps: %s", error)
+        logger.warning("hybrid_mla: no mixed steps: %s", error)
         rule.tokens = 0
 
 

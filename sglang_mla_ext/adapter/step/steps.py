@@ -21,6 +21,7 @@ from sglang_mla_ext.prefix.planner.pass_costs import PassCosts
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.adapter.compat.installed import TreeView
     from sglang_mla_ext.adapter.step.expander import Expander
-    from sglang_mla_ext.adapter.step.passing import Passing
     from sglang_mla_ext.adapter.step.shadow import ShadowCheck
     from sglang_mla_ext.adapter.step.sharded import ShardedSteps
+    from sglang_mla_ext.adapter.step.transient import TransientExpansion
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class PrefillSharing:
         affordable: `(prefix_lens) -> tokens` that SGLang itself would expand for a step.
         can_finish: `(prefix_lens, covered) -> bool`, whether the stock backend can attend to what the expanded parts
             leave, and give its lse.
-        passing: what expands for a step alone; None where nothing does. It does so where SGLang would expand, and with
+        transient: what expands for a pass alone; None where nothing does. It expands where SGLang would, and with
             `always` in any case.
         absorbs: passes run by absorb and share without CUDA graphs, see prefill_graph.py.
         costs: of passes in prefill graphs and outside of them; None where there are no such graphs.
@@ -57,7 +58,7 @@ class PrefillSharing:
     make_plan: Callable[..., PrefillPlan | None]
     affordable: Callable[[Sequence[int]], int]
     can_finish: Callable[[Sequence[int], Sequence[int]], bool]
-    passing: Passing | None = None
+    transient: TransientExpansion | None = None
     always: bool = False
     absorbs: bool = False
     costs: PassCosts | None = None
@@ -69,7 +70,7 @@ class Steps:
     Attributes:
         reports: what it says of itself.
         shadow: None where nothing is checked.
-        spreading: None where this rank holds its prefixes alone.
+        sharded: None where this rank holds its prefixes alone.
         query_tokens: of a request in a step that shares; more than one where drafts are verified.
     """
 
@@ -103,16 +104,16 @@ class Steps:
         self._stale = False  # whether what is expanded is still to be forgotten
         self._clear_memory: Callable[[], None] | None = None  # still to be called
         self.shadow: ShadowCheck | None = None
-        self.spreading: ShardedSteps | None = None
+        self.sharded: ShardedSteps | None = None
 
     def attach(self, tree: TreeView) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
-        if self.spreading is None:  # otherwise ranks tell each other what they share
+        if self.sharded is None:  # otherwise ranks tell each other what they share
             self._prefixes.source.attach(tree)
             if self._expander is not None:
                 self._expander.attach(tree)
-        if self._prefill is not None and self._prefill.passing is not None:
-            self._prefill.passing.attach(tree)
+        if self._prefill is not None and self._prefill.transient is not None:
+            self._prefill.transient.attach(tree)
 
     def plan_pass(
         self,
@@ -136,8 +137,8 @@ class Steps:
             self._reached, self._next_pause = False, FIRST_PAUSE
         kind, verifies = step.kind, step.kind is Kind.VERIFY
         step.absorbs = kind is Kind.PREFILL and self._prefill is not None and self._prefill.absorbs
-        if step.spread is not None:
-            self.counters.steps_spread += 1
+        if step.sharded is not None:
+            self.counters.steps_sharded += 1
         repaired = self._repair()
         if self._pause:
             self._pause -= 1
@@ -147,35 +148,33 @@ class Steps:
                     self.shadow.judge()
                 if kind is Kind.PREFILL:
                     step.prefill = self._plan_prefill(step, reqs, running, prefix_lens, new_tokens)
-                elif self.spreading is not None:
+                elif self.sharded is not None:
                     pass  # what it shares, ranks have agreed on
                 elif step.mixed:
                     step.plan = self._plan_mixed(step, reqs, running, prefix_lens)
                 elif self._shares and verifies == (self.query_tokens > 1):
                     step.plan = self._plan_step(reqs)
             except Exception as error:
-                self.fail("planning", error)
+                self.fail(Fallback.PLAN_PASS, error)
         if kind.is_step and not step.mixed:  # a mixed pass is counted when it has come to its end (session.py)
             self.counters.count_step(step.plan, verifies=verifies)
         self.counters.count_pass(time.perf_counter() - begin)
 
-    def fail(self, what: str, error: BaseException, clear_memory: Callable[[], None] | None = None) -> None:
+    def fail(self, what: Fallback, error: BaseException, clear_memory: Callable[[], None] | None = None) -> None:
         """Something of ours has failed: forget what is expanded, and plan nothing for a while.
 
         Args:
-            what: was being done.
+            what: has failed.
             clear_memory: has to be called before our buffers are used again.
         """
-        reason = f"{what} failed: {type(error).__name__}"
-        first = reason not in self.counters.fallbacks
-        self.counters.fall_back(reason, error)
+        logged = self.counters.fall_back(what, error)
         self._clear_memory = clear_memory or self._clear_memory
         passes.now.share_nothing()
         self._stale, self._reached = True, False
         self._repair()
         self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
-        if first:
-            logger.warning("hybrid_mla: %s failed, plain absorb for the next %d forward passes", what, self._pause)
+        if logged:
+            logger.warning("hybrid_mla: %s, plain absorb for the next %d forward passes", what.text, self._pause)
 
     def _repair(self) -> bool:
         """Do what is owed since a failure; whether nothing is owed any more. Scales are among it, whether or not the
@@ -188,7 +187,7 @@ class Steps:
                 self.weights_change()
                 self._stale = False
         except Exception as error:
-            self.counters.fall_back(f"repairing failed: {type(error).__name__}", error)
+            self.counters.fall_back(Fallback.REPAIR, error)
         return not self._stale and not self.has_lost_memory
 
     @property
@@ -205,19 +204,19 @@ class Steps:
         """No request is running."""
         passes.now.share_nothing()
         self._prefixes.idle()
-        self._forget_passing()
+        self._forget_transient()
 
     def forget(self) -> None:
         """Drop everything that is expanded, as when the cache was flushed."""
         passes.now.share_nothing()
         self._prefixes.forget()
-        self._forget_passing()
+        self._forget_transient()
         if self.shadow is not None:
             self.shadow.forget()
 
-    def _forget_passing(self) -> None:
-        if self._prefill is not None and self._prefill.passing is not None:
-            self._prefill.passing.forget()
+    def _forget_transient(self) -> None:
+        if self._prefill is not None and self._prefill.transient is not None:
+            self._prefill.transient.forget()
 
     def weights_change(self) -> None:
         """The model's weights are about to change."""
@@ -236,7 +235,7 @@ class Steps:
 
     def _plan_step(self, reqs: Sequence[Req]) -> Plan:
         if len(reqs) > self._max_requests:
-            self.counters.fall_back(f"more than {self._max_requests} requests in a batch")
+            self.counters.fall_back(Fallback.MORE_REQUESTS, most=self._max_requests)
             return NOTHING_SHARED
         plan = self._prefixes.plan_decode(reqs)
         return plan if plan.segments else NOTHING_SHARED  # one object, which stays on the device
@@ -258,7 +257,7 @@ class Steps:
             running = []  # so many will share no decode step; those of this one may share it
         if len(reqs) <= self._max_requests:
             return self._prefixes.before_prefill(reqs, running, affordable, rows=rows)
-        self.counters.fall_back(f"more than {self._max_requests} requests in a batch")
+        self.counters.fall_back(Fallback.MORE_REQUESTS, most=self._max_requests)
         return None
 
     def _plan_prefill(
@@ -274,18 +273,18 @@ class Steps:
         shared = self._expand_before(reqs, running, affordable) if self._expander is not None else None
         if of_server is None:
             return None
-        costs, passing = of_server.costs, None
+        costs, transient = of_server.costs, None
         plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0, shared=shared)
-        if of_server.passing is not None and (affordable or of_server.always or costs is not None):
+        if of_server.transient is not None and (affordable or of_server.always or costs is not None):
             pays = costs.pays_alone if costs is not None else None
-            passing = of_server.passing.plan(
+            transient = of_server.transient.plan(
                 reqs, prefix_lens, plan.prefix_lens, rows, always=of_server.always, pays=pays, shared=shared
             )
-        ends = plan.prefix_lens if passing is None else passing.ends
+        ends = plan.prefix_lens if transient is None else transient.ends
         if costs is not None:
-            made = passing.expanded_tokens if passing is not None else 0
+            made = transient.expanded_tokens if transient is not None else 0
             of_pass = prefix_lens, ends, new_tokens, made
             step.leaves_graph = costs.eager(*of_pass) < costs.in_graph(*of_pass)
         if (costs is None or step.leaves_graph) and not of_server.can_finish(prefix_lens, ends):
             return None
-        return of_server.make_plan(plan, rows, passing)
+        return of_server.make_plan(plan, rows, transient)

@@ -57,6 +57,6 @@ class Voting:
         self._agreed = batch
         return False
 
-    def rides(self, batch: ScheduleBatch) -> bool:
+    def agreed_on(self, batch: ScheduleBatch) -> bool:
         """Return whether ranks agreed that the new tokens of a batch are rows of a decode step."""
         return batch is self._agreed

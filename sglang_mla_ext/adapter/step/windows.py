@@ -37,7 +37,7 @@ def windows(
     """
     for start in range(0, rows.total, max_rows):
         stop = min(start + max_rows, rows.total)
-        inside = tuple(rows.window(start, stop).spread(segments))
+        inside = tuple(rows.window(start, stop).by_row(segments))
         if inside:
             key = inside, stop - start
             if key not in plans:

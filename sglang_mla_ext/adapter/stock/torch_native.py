@@ -15,6 +15,7 @@ from sglang_mla_ext.adapter.latent.pool import fp8_rows
 from sglang_mla_ext.adapter.step.failure import our_part
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -90,7 +91,7 @@ class TorchStock:
                 return self.backend.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
             self.backend.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k)
             return self._extend_over_fp8(q, k, layer, forward_batch)
-        with our_part("prefill over expanded prefixes"):
+        with our_part(Fallback.PREFILL_ATTENTION):
             lens = list(forward_batch.extend_seq_lens_cpu)
             padded = len(q) - sum(lens)  # for ranks that attend together: one more text, which nobody reads
             lens += [padded] * (padded > 0)

@@ -10,10 +10,10 @@ FEWEST_TOKENS = 8192
 """Expanded tokens that this must hold. Fewer gain little, and the cache misses them: with all heads on a rank, or where
 the weights leave little."""
 
-PASSING_TOKENS = 8192
+TRANSIENT_TOKENS = 8192
 """That a prefill pass expands at a time for itself with many heads, where it does by default."""
 
-PASSING_SHARE, PASSING_SHARE_OF_NAMED = 1 / 20, 1 / 3
+TRANSIENT_SHARE, TRANSIENT_SHARE_OF_NAMED = 1 / 20, 1 / 3
 """The most that the memory for them may take: of that for the KV cache, or of what the user named for prefixes."""
 
 
@@ -36,13 +36,13 @@ def default_bytes(available: int, buffers: int, token_bytes: int, beside: int = 
     return int(available * SHARE) + beside if enough else 0
 
 
-def passing_tokens(heads: int) -> int:
+def transient_tokens(heads: int) -> int:
     """Return how many tokens a prefill pass expands at a time by default with so many heads on a GPU. With few heads
     more, in no more memory: a long history then takes fewer launches."""
-    return PASSING_TOKENS * max(1, min(4, 64 // heads))
+    return TRANSIENT_TOKENS * max(1, min(4, 64 // heads))
 
 
-def default_passing_tokens(tokens: int, available: int, taken: int, named: int | None) -> int:
+def default_transient_tokens(tokens: int, available: int, taken: int, named: int | None) -> int:
     """
     Args:
         tokens: that a pass would expand at a time.
@@ -51,5 +51,5 @@ def default_passing_tokens(tokens: int, available: int, taken: int, named: int |
     Returns:
         the tokens, or 0 where they take too much.
     """
-    most = available * PASSING_SHARE if named is None else named * PASSING_SHARE_OF_NAMED
+    most = available * TRANSIENT_SHARE if named is None else named * TRANSIENT_SHARE_OF_NAMED
     return tokens if taken <= most else 0

@@ -14,6 +14,7 @@ from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.memory import chunks as memory
 from sglang_mla_ext.prefix.memory.chunks import AllocationRequest, Chunk
 from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.reasons import Fallback
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Expansion:
         self._counters.evictions += evicted
         self.tokens_without_memory = sum(one.end - reach for one, reach in zip(asked, reached, strict=True))
         if not all(map(self._is_of_use, asked, reached)):
-            self._counters.fall_back("prefix memory full")
+            self._counters.fall_back(Fallback.PREFIX_MEMORY_FULL)
         self._missing = list(self._not_expanded(asked, reached))
         self.under_way = bool(self._missing)
 

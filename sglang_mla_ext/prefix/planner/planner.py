@@ -25,6 +25,7 @@ from sglang_mla_ext.prefix.planner.gains import Gains, every_range, no_launch
 from sglang_mla_ext.prefix.planner.launches import Launch
 from sglang_mla_ext.prefix.planner.plan import Plan, plan_step
 from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.segment import Mode, Segment
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class Planner:
         if ideal is None or any(part.mode is Mode.NAIVE and part.end > covered_of(part)[0] for part in ideal.parts):
             ideal = self.best(of, lambda index: covered(index)[0])
         if ideal.dropped:
-            self._counters.fall_back("more groups than a step has room for")
+            self._counters.fall_back(Fallback.MORE_GROUPS)
         plan = Plan(branches.requests, tuple(branches.segment(part, chunks(part)) for part in ideal.parts))
         return Planned(plan, ideal.parts, branches)
 

@@ -23,9 +23,7 @@ from collections.abc import Sequence
 
 from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 from sglang_mla_ext.prefix.sharded.report import fingerprint
-
-A_RANK_PAUSES = "a rank shares nothing for a while"
-PLANS_DIFFER = "plans_differ"
+from sglang_mla_ext.reasons import NotSharded
 
 Words = Sequence[int]
 
@@ -50,7 +48,7 @@ class Vote:
         self._words, mark = report if report is not None else (array("q"), 0)
         return [mark, len(self._words), self._plan_of if agreed else 0]
 
-    def compare(self, said: Sequence[Words], each: int) -> ShardedPlan | str | None:
+    def compare(self, said: Sequence[Words], each: int) -> ShardedPlan | NotSharded | None:
         """Return the plan of the vote before, if nothing has changed, or why the step shares nothing; None where
         reports have to be exchanged.
 
@@ -59,7 +57,7 @@ class Vote:
             each: rows that every rank has, some of them padding.
         """
         if not all(length for _, length, _ in said):
-            return A_RANK_PAUSES
+            return NotSharded.RANK_PAUSED
         self._known = fingerprint([*(mark for mark, _, _ in said), each])
         if self._plan is not None and all(plan_of == self._known for _, _, plan_of in said):
             return self._plan
@@ -71,7 +69,7 @@ class Vote:
         """Return the second words: the report, as long as the longest."""
         return self._words + array("q", bytes(8 * (self._longest - len(self._words))))
 
-    def close(self, plan: ShardedPlan | None, made: Sequence[Words]) -> ShardedPlan | str:
+    def close(self, plan: ShardedPlan | None, made: Sequence[Words]) -> ShardedPlan | NotSharded:
         """Return what the step shares, or why it shares nothing; the same on all ranks.
 
         Args:
@@ -80,8 +78,8 @@ class Vote:
         """
         of_all = {of_rank for (of_rank,) in made}
         if plan is None or 0 in of_all:
-            return A_RANK_PAUSES
+            return NotSharded.RANK_PAUSED
         if len(of_all) > 1:
-            return PLANS_DIFFER
+            return NotSharded.PLANS_DIFFER
         self._plan, self._plan_of = plan, self._known
         return plan

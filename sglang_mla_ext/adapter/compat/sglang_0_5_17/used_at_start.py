@@ -40,7 +40,9 @@ ARGUMENTS = (
     *attributes(_ARGS, "mem_fraction_static", "whether the memory for expanded prefixes can be there"),
     *attributes(_ARGS, "disable_chunked_prefix_cache", "whether prefill makes keys and values of cached prompts"),
     *attributes("environ.Envs", "SGLANG_MAX_KV_CHUNK_CAPACITY", "of how many tokens at a time"),
-    *attributes("model_executor.cuda_graph_config.CudaGraphConfig", "prefill decode", "the same; whether rows ride"),
+    *attributes(
+        "model_executor.cuda_graph_config.CudaGraphConfig", "prefill decode", "the same; whether steps are mixed"
+    ),
     *attributes("model_executor.cuda_graph_config.PhaseConfig", "backend", "the same"),
     *attributes("environ", "envs", "unsupported features"),
     *attributes(

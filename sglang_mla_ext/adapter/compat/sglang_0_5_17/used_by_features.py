@@ -53,8 +53,8 @@ _RESULTS = "managers.scheduler_components.batch_result_processor.SchedulerBatchR
 _ADDER = "managers.schedule_policy.PrefillAdder"
 _REPORTER = "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 
-RIDING = needed_for(
-    Feature.RIDING,
+MIXED = needed_for(
+    Feature.MIXED,
     *function(
         "model_executor.model_runner.ModelRunner._forward_raw", "self forward_batch", "rows in place of new tokens"
     ),
@@ -64,13 +64,13 @@ RIDING = needed_for(
         "model_runner captured_req_width",
         "graphs of more rows than requests",
     ),
-    *attributes(_ARGS, "enable_return_routed_experts", "what does not ride"),
+    *attributes(_ARGS, "enable_return_routed_experts", "what is not mixed"),
     *attributes("model_executor.forward_batch_info.ForwardMode", "DECODE EXTEND", "new tokens as rows"),
     *function("distributed.parallel_state.get_attn_tp_group", "", "whether all ranks agree"),
     *function(
         "managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw",
         "local_batch",
-        "riding where ranks agree on passes",
+        "mixed steps where ranks agree on passes",
         "disable_cuda_graph",
     ),
     *function("managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_local_tensor", "self", "the same"),
@@ -107,7 +107,7 @@ RIDING = needed_for(
         batch_is_full decoding_reqs encoder_lens extend_lens extend_logprob_start_lens extend_num_tokens
         hicache_consumer_index prefix_lens return_hidden_states return_logprob seq_lens_cpu
         """,
-        "what rides",
+        "what is mixed",
     ),
     *attributes(
         "managers.schedule_batch.Req",
@@ -135,15 +135,15 @@ RIDING = needed_for(
 )
 _GROUP = "distributed.parallel_state.GroupCoordinator"
 _SYNC_INFO = "managers.scheduler_components.dp_attn.MLPSyncBatchInfo"
-SPREAD = needed_for(
-    Feature.SPREAD,
-    *function(f"{_SYNC_INFO}.all_gather", "self device group", "agreeing on what is spread"),
+SHARDED = needed_for(
+    Feature.SHARDED,
+    *function(f"{_SYNC_INFO}.all_gather", "self device group", "agreeing on what is sharded"),
     *attributes(_SYNC_INFO, "global_num_tokens", "the same"),
     *function(f"{_GROUP}._all_to_all_single", "self output input", "queries and results"),
     *attributes(_GROUP, "device_group rank_in_group ranks", "the same"),
     *attributes("model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner", "capture_bs", "its graphs"),
     *attributes("managers.schedule_batch.Req", "extra_key", "names of prompts"),
-    *attributes(_ARGS, "elastic_ep_backend enable_dp_lm_head moe_dense_tp_size", "what cannot be spread"),
+    *attributes(_ARGS, "elastic_ep_backend enable_dp_lm_head moe_dense_tp_size", "what cannot be sharded"),
 )
 CPU = needed_for(
     Feature.CPU,
@@ -349,5 +349,5 @@ EXAMINING = needed_for(
 
 USED_BY_FEATURES = (
     *(*GPU, *CPU, *LINEAR_ON_CPU, *DRAFTS, *SMALL_DRAFTS, *HOST_CACHE, *DISAGGREGATION),
-    *(*FP8, *MEMORY_SAVER, *RIDING, *SPREAD, *ROUTING, *STATUS, *EXAMINING),
+    *(*FP8, *MEMORY_SAVER, *MIXED, *SHARDED, *ROUTING, *STATUS, *EXAMINING),
 )

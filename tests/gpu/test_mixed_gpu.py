@@ -1,0 +1,72 @@
+"""New tokens that are mixed into decode graphs on a Hopper GPU, in whole engines, beside running requests.
+
+SGLang gives no log-probabilities of a mixed batch. So answers are made under mixing, and another engine, which computes
+whole prompts, says how far each of their tokens is from the likeliest one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from test_engine_gpu import make_model
+
+pytestmark = pytest.mark.gpu
+
+PREFIX, REQUESTS, AT_A_TIME = 7069, 96, 16
+
+
+def run_engine(
+    model: Path, out: Path, backend: str, arguments: dict[str, Any], env: dict[str, str], *scored: Path
+) -> dict[str, Any]:
+    script = Path(__file__).parent / "engine_arrivals.py"
+    sizes = [str(PREFIX), str(REQUESTS), str(AT_A_TIME)]
+    command = [sys.executable, script, model, backend, out, *sizes, json.dumps(arguments), *scored]
+    subprocess.run(command, check=True, env=os.environ | env)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_answers_under_mixing_are_likely_ones(heads: int, tmp_path: Path) -> None:
+    """As likely as those of steps and passes in turns: in BF16 SGLang's own, with prefixes or the cache in FP8 ours.
+    Nested prefixes, rows that cross pages."""
+    model = make_model(tmp_path / "checkpoint", "--heads", str(heads))
+    small = {"mem_fraction_static": 0.2}
+    naive = {"SGLANG_HYBRID_MLA_MODE": "naive", "SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB": "3"}
+    fp8_prefix, fp8_cache = {"SGLANG_HYBRID_MLA_PREFIX_DTYPE": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e4m3"}
+    in_turns = {"SGLANG_HYBRID_MLA_MIXED_TOKENS": "0"}
+    engines: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+        "in turns": ("flashmla", small, {}),
+        "mixed": ("hybrid_mla", small, naive),
+        "FP8 prefixes in turns": ("hybrid_mla", small, naive | fp8_prefix | in_turns),
+        "FP8 prefixes mixed": ("hybrid_mla", small, naive | fp8_prefix),
+        "FP8 cache in turns": ("hybrid_mla", small | fp8_cache, naive | in_turns),
+        "FP8 cache mixed": ("hybrid_mla", small | fp8_cache, naive),
+    }
+    files = {name: tmp_path / f"{index}.json" for index, name in enumerate(engines)}
+    with ThreadPoolExecutor(3) as pool:
+        running = {
+            name: pool.submit(run_engine, model, files[name], backend, arguments, env)
+            for name, (backend, arguments, env) in engines.items()
+        }
+        found = {name: one.result() for name, one in running.items()}
+    truth = {"disable_radix_cache": True, "mem_fraction_static": 0.5, "disable_cuda_graph": True}
+    gaps = run_engine(model, tmp_path / "gaps.json", "flashmla", truth, {}, *files.values())
+    of = {name: gaps[str(file)] for name, file in files.items()}
+    for name, values in of.items():
+        counters = (found[name]["info"] or {}).get("counters", {})
+        mixed = {key: counters.get(key) for key in ("steps_mixed", "prefills_mixed", "tokens_mixed", "not_mixed")}
+        print(f"{heads} heads, {name}: mean {mean(values):.5f}, max {max(values):.4f}, {mixed}")
+    for name in ("mixed", "FP8 prefixes mixed", "FP8 cache mixed"):
+        counters = found[name]["info"]["counters"]
+        assert counters["steps_mixed"] > 20 and counters["tokens_mixed"] > 20 * 64
+        assert counters["fallbacks"] == {}
+        assert mean(of[name]) < 2 * mean(of[name.replace("mixed", "in turns")]) + 1e-3

@@ -1,0 +1,98 @@
+"""Whether new tokens are mixed into a server's decode steps, how many, and what graphs there are for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_limits
+import torch
+
+from sglang_mla_ext.adapter.launch import mixed_steps
+from sglang_mla_ext.configs import read_config
+from sglang_mla_ext.options import HybridMLAOptions
+
+MIXED = {"enable_mixed_chunk": True}
+
+
+@pytest.fixture(autouse=True)
+def model_without_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer releases read the model's own configuration for that."""
+    monkeypatch.setattr(mixed_steps.installed, "linear_layers", lambda args: None)
+    monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args: SimpleNamespace(), raising=False)
+
+
+def test_new_tokens_are_not_mixed_beside_ngram_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, options = test_limits.server_args(), HybridMLAOptions(mixed_tokens=64)
+    for used, tokens in ((False, 64), (True, 0)):
+        config = SimpleNamespace(use_ngram_embedding=used)
+        monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args, config=config: config, raising=False)
+        assert mixed_steps.tokens(args, options, on_gpu=True) == tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "on_gpu", "on_cpu"),
+    [
+        ({}, None, 256, 0),  # without graphs there is nothing to gain
+        (MIXED, None, 256, 256),
+        ({}, 100, 64, 64),  # whole pages
+        (MIXED, 128, 128, 128),
+        ({"enable_dp_attention": True, "dp_size": 2}, None, 512, 0),
+        ({}, 0, 0, 0),
+        (MIXED, 0, 0, 0),
+        (test_limits.EAGLE, 100, 0, 0),
+        ({"enable_dp_attention": True, "dp_size": 2}, 64, 64, 64),
+        ({"enable_return_routed_experts": True}, 100, 0, 0),
+        ({"disaggregation_mode": "prefill"}, 100, 0, 0),
+        (test_limits.DECODE_ROLE, 100, 0, 0),
+        ({"moe_a2a_backend": "deepep"}, 100, 0, 0),
+        ({"moe_a2a_backend": None}, 64, 64, 64),
+        ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, 64, 0, 64),
+        ({"disable_cuda_graph_padding": True}, 64, 0, 64),
+    ],
+    ids=str,
+)
+def test_how_many_tokens_are_mixed(
+    changes: dict[str, Any], given: int | None, on_gpu: int, on_cpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU without rates")
+    args, options = test_limits.server_args(**changes), HybridMLAOptions(mixed_tokens=given)
+    assert [mixed_steps.tokens(args, options, on_gpu=each) for each in (True, False)] == [on_gpu, on_cpu]
+    assert (mixed_steps.obstacle(args, on_gpu=True) is None) == (on_gpu > 0 or not given)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "least"), [("deepseek-v3", 8, 384), ("deepseek-v3", 1, 256), ("kimi-k2.5", 8, 384)]
+)
+def test_how_many_is_predicted_for_a_known_gpu(
+    model: str, tp: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the model's configuration allows, of images' models, too; never less than where nothing is known."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    config = SimpleNamespace(to_dict=lambda: read_config("checkpoints", model)["config"])
+    monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args: config)
+    args = test_limits.server_args(tp_size=tp)
+    assert least <= mixed_steps.tokens(args, HybridMLAOptions(), on_gpu=True) <= 512
+
+
+def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args: SimpleNamespace(to_dict=dict))
+    assert mixed_steps.tokens(test_limits.server_args(), HybridMLAOptions(), on_gpu=True) == mixed_steps.LEAST_NEW
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [
+        ([1, 2, 4, 8], 8, [1, 2, 4, 8]),
+        ([1, 2, 4, 8], 4, [1, 2, 4, 8]),  # SGLang's own stay
+        ([1, 8], 9, [1, 8, 9]),
+        ([1, 8], 72, [1, 8, 72]),
+        ([1, 8], 73, [1, 8, 72, 73]),
+        ([1, 128], 384, [1, 128, 192, 256, 320, 384]),
+    ],
+    ids=str,
+)
+def test_graphs_reach_up_to_the_most_rows(sizes: list[int], most: int, expected: list[int]) -> None:
+    assert mixed_steps.graph_sizes(sizes, most) == expected

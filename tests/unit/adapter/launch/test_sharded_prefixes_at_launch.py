@@ -1,0 +1,331 @@
+"""Whether ranks hold expanded prefixes together, what is said where they cannot, and a rank's part in their steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_limits
+import torch
+
+from sglang_mla_ext.adapter.build import expanding
+from sglang_mla_ext.adapter.launch import limits, sharded_prefixes
+from sglang_mla_ext.adapter.server import Server
+from sglang_mla_ext.adapter.step import sharded
+from sglang_mla_ext.adapter.step.sharded import ShardedSteps
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.planner import Planner
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.sharded.member import Member
+from sglang_mla_ext.prefix.sharded.names import Names, chunk_names
+from sglang_mla_ext.prefix.sharded.reports import Reports
+from sglang_mla_ext.prefix.sharing import Sharing
+
+EIGHT = {"enable_dp_attention": True, "tp_size": 8, "dp_size": 8, "attn_dp_size": 8}
+
+
+def server_args(**changes: Any) -> Any:
+    more = {"elastic_ep_backend": None, "moe_dense_tp_size": None, "enable_dp_lm_head": False, "nnodes": 1}
+    args = test_limits.server_args(**{**EIGHT, **{name: changes[name] for name in changes.keys() - more.keys()}})
+    vars(args).update(more | {name: changes[name] for name in changes.keys() & more.keys()})
+    return args
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "reason"),
+    [
+        ({}, {}, None),
+        ({"moe_dense_tp_size": 1, "enable_dp_lm_head": True}, {}, None),
+        ({"moe_a2a_backend": "deepep"}, {}, None),
+        ({"enable_dp_attention": False, "attn_dp_size": 1}, {}, "without DP attention"),
+        ({"dp_size": 4, "attn_dp_size": 4}, {}, "--dp-size 4 that is not --tp-size 8"),
+        ({"dims": {**test_limits.DEEPSEEK, "num_attention_heads": 20}}, {}, "20 heads, which 8 ranks do not divide"),
+        ({}, {"mode": "grouped_absorb"}, "never expands"),
+        (test_limits.EAGLE, {}, None),
+        ({"disaggregation_mode": "prefill"}, {}, "--disaggregation-mode"),
+        ({"elastic_ep_backend": "nixl"}, {}, "--elastic-ep-backend"),
+        (
+            {"moe_dense_tp_size": 1, "enable_dp_lm_head": True, "moe_a2a_backend": "deepep"},
+            {},
+            "--moe-dense-tp-size with",
+        ),
+        ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, {}, "decode without CUDA graphs"),
+        ({"disable_cuda_graph_padding": True}, {}, "--disable-cuda-graph-padding"),
+        ({}, {"prefix_sharding": "peers"}, None),
+        ({"nnodes": 2}, {}, None),
+        ({"nnodes": 2}, {"prefix_sharding": "peers"}, "ranks on several nodes"),
+    ],
+    ids=str,
+)
+def test_where_prefixes_are_sharded(
+    changes: dict[str, Any], given: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"prefix_sharding": "auto", **given}
+    args, options = server_args(**changes), HybridMLAOptions(**given)
+    assert Server.of(args, HybridMLAOptions(**given | {"prefix_sharding": "off"}), on_gpu=True).prefix_ranks == 1
+    assert Server.of(args, options, on_gpu=True).prefix_ranks == (8 if reason is None else 1)
+    for name, value in given.items():
+        monkeypatch.setenv(f"SGLANG_HYBRID_MLA_{name.upper()}", value)
+    said = [each for each in limits.warnings(test_limits.server(args)) if sharded_prefixes.FLAG in each]
+    assert len(said) == (reason is not None) and all(reason in each for each in said)
+
+
+def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
+    args = server_args()
+    assert Server.of(args, HybridMLAOptions(prefix_sharding="auto"), on_gpu=False).prefix_ranks == 8
+    alone = Server.of(args, HybridMLAOptions(prefix_sharding="peers"), on_gpu=False)
+    assert alone.prefix_ranks == 1 and "a CPU" in alone.sharding_warning
+
+
+@pytest.mark.parametrize(
+    ("nodes", "how", "expected"),
+    [(1, "auto", True), (2, "auto", False), (1, "peers", True), (1, "nccl", False), (1, "off", False)],
+)
+def test_who_may_store_into_the_memory_of_others(nodes: int, how: str, expected: bool) -> None:
+    assert sharded_prefixes.may_store(server_args(nnodes=nodes), HybridMLAOptions(prefix_sharding=how)) == expected
+
+
+def test_ranks_that_reach_no_others_memory_exchange_by_nccl(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def zeros(peers: expanding.Peers, count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if not reached:
+            raise RuntimeError("no handle")
+        return torch.zeros(count, dtype=dtype)
+
+    group = SimpleNamespace(device_group=SimpleNamespace(group_name="all"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(expanding.Peers, "zeros", zeros)
+    caplog.set_level(logging.INFO)
+    for reached in (True, False):
+        assert expanding.reach_each_other(group) == reached
+        assert ("by NCCL" in caplog.text) != reached
+
+
+def test_nccl_is_kept_from_registering_unless_the_user_says_so() -> None:
+    for before in ({}, {"NCCL_GRAPH_REGISTER": "1"}):
+        environment = dict(before)
+        sharded_prefixes.set_environment(environment)
+        assert environment == {"NCCL_GRAPH_REGISTER": "0", **before}
+
+
+# ---- a rank's part
+
+CHUNK = 256
+
+
+class Rank:
+    """One of two ranks, of which the other one says and has the same."""
+
+    def __init__(self, graphs: list[int] | None = None, query_tokens: int = 1) -> None:
+        dims, rates = ModelDims.from_json("deepseek-v3"), GpuRates.from_json("h200")
+        cost = CostModel(dims, 128, rates, query_tokens=query_tokens, ranks=2)
+        options = HybridMLAOptions(mode="naive", expand_tokens_per_step=CHUNK)
+        pool = ExpandedPool(8, CHUNK)
+        self.counters, self.failures, self.expanded = Counters(), [], []
+        names = sharded.PromptNames(bytes(32), CHUNK)
+        reports = Reports(pool, names)
+        self.slots = sharded.SlotsOfPass(reports, torch.arange(4000).view(4, 1000))
+        planner = Planner(options, cost, Capacity(8, 64), CHUNK, self.counters)
+        expander: Any = SimpleNamespace(expand=self._expand)
+        self.prefixes = Sharing(reports, pool, planner, expander, self.counters, shortest=1)
+        self.sharded = ShardedSteps(
+            Member(self.prefixes, reports, rank=0),
+            names,
+            self.slots,
+            self.counters,
+            chunk_tokens=CHUNK,
+            gather=lambda mine: [mine, mine],
+            requests=range(1, 17),
+            query_tokens=cost.query_tokens,
+            can_share=lambda: True,
+            fail=lambda what, error: self.failures.append(what),
+        )
+        if graphs is not None:
+            runner = SimpleNamespace(decode_cuda_graph_runner=SimpleNamespace(capture_bs=graphs))
+            self.sharded.begin(runner)
+
+    def _expand(self, node: bytes, node_end: int, start: int, end: int, chunks: list[int]) -> None:
+        if self.counters.steps_verify:  # a switch of the test
+            raise MemoryError
+        slots = self.slots.slots(node, node_end, start, end)
+        self.expanded.append((slots[0].item(), len(slots)))
+
+    def step(self, reqs: list[Any], *, new_tokens: int = 0, extends: bool = False, graphs: bool = True) -> Any:
+        mode = SimpleNamespace(is_idle=lambda: not reqs, is_decode=lambda: not new_tokens)
+        rows = [new_tokens] * len(reqs) if new_tokens else [1] * len(reqs)
+        lens = {"prefix_lens": [CHUNK + 5] * len(reqs), "extend_lens": rows}
+        self.sharded.comes(SimpleNamespace(forward_mode=mode, reqs=reqs, **lens))
+        tokens = [sum(rows)] * 2
+        info = SimpleNamespace(global_num_tokens=tokens, is_extend_in_batch=extends, can_run_decode_cuda_graph=graphs)
+        self.sharded.agree(info)
+        plan = self.sharded.shared_plan()
+        self.sharded.expand(torch.arange(len(reqs)) + 1)
+        return plan
+
+
+class Request(SimpleNamespace):
+    __eq__, __hash__ = object.__eq__, object.__hash__  # as SGLang's
+
+
+def request(tokens: int, **changes: Any) -> Any:
+    embeds = {"input_embeds": None, "positional_embed_overrides": None}
+    return Request(**{"origin_input_ids": list(range(tokens)), "extra_key": None, **embeds, **changes})
+
+
+def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
+    rank = Rank(graphs=[1, 2, 8])
+    reqs = [request(600), request(600)]
+    assert [rank.step(reqs) for _ in range(2)] == [None, None] and rank.expanded == [(1000, CHUNK)]
+    plan = rank.step(reqs)
+    assert plan.each == 2 and rank.expanded[1:] == [(1000 + CHUNK, CHUNK)]
+    assert [(each.rows, each.end) for each in plan.segments] == [((0, 1, 2, 3), CHUNK)]
+    (segment,) = rank.step([*reqs, request(600)]).segments
+    assert segment.rows == (0, 1, 2, 8, 9, 10) and segment.end == 2 * CHUNK, "rows of a rank are those of its graph"
+    (segment,) = rank.step(reqs, new_tokens=3).segments
+    assert segment.end == CHUNK and len(segment.rows) == 12, "where new tokens are rows, only what is cached"
+    assert rank.prefixes.expanded_lens(reqs, [600, 300]) == [2 * CHUNK, CHUNK]
+    others = [request(600, extra_key="salt"), request(600, input_embeds=object())]
+    assert rank.step(others) is None and rank.prefixes.plan.segments == ()
+    others = [request(600, positional_embed_overrides=object()) for _ in range(2)]
+    assert rank.step(others) is None and rank.prefixes.expanded_lens(others, [600, 600]) == [0, 0]
+    assert not rank.failures and not rank.counters.not_sharded
+
+
+def test_a_prompt_is_named_once_whatever_batches_its_request_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naming takes the host 0.3 ms for 7,000 tokens; decode steps take turns with passes whose new tokens are rows."""
+    named: list[int] = []
+
+    def count(tokens: list[int], *of_server: Any) -> Names:
+        named.append(len(tokens))
+        return chunk_names(tokens, *of_server)
+
+    monkeypatch.setattr(sharded, "chunk_names", count)
+    rank = Rank(graphs=[1, 2, 8])
+    reqs, newcomer = [request(600), request(601)], request(602)
+    for _ in range(3):
+        rank.step(reqs), rank.step([newcomer], new_tokens=3), rank.step([])
+    assert named == [600, 601, 602]
+    reqs[0].origin_input_ids = [0]  # as SGLang's abort
+    rank.step(reqs)
+    assert named == [600, 601, 602, 1]
+    gone = weakref.ref(newcomer)
+    del newcomer
+    rank.sharded.comes(None)
+    assert gone() is None and not rank.failures
+
+
+def test_who_shares_nothing_seldom_waits_for_the_others() -> None:
+    rank, said = Rank(graphs=[1, 2, 8]), []
+    gather = rank.sharded._gather
+    rank.sharded._gather = lambda mine: (said.append(len(mine)), gather(mine))[1]
+
+    def votes(reqs: list[Any], steps: int) -> list[int]:
+        found = []
+        for _ in range(steps):
+            said.clear()
+            rank.step(reqs)
+            found.append(len(said))
+        return found
+
+    short, others = [request(60), request(60)], [request(61), request(60)]
+    assert votes(short, 7) == [3, 0, 0, 0, 0, 1, 0], "the first agreement takes reports, too"
+    assert votes(others, 4) == [0, 0, 0, 1]
+    reqs = [request(600), request(600)]
+    assert votes(reqs, 8) == [0, 0, 0, 0, 3, 1, 3, 3], "two chunks are wanted, then expanded one by one"
+    assert rank.step(reqs).segments and not rank.counters.not_sharded
+
+
+def test_the_time_for_agreeing_is_the_hosts_without_what_it_waits_for_others() -> None:
+    rank, waits_s = Rank(graphs=[1, 2, 8]), 0.2
+    gather = rank.sharded._gather
+    rank.sharded._gather = lambda mine: (time.sleep(waits_s), gather(mine))[1]
+    rank.step([request(600), request(600)])
+    assert 0 < rank.counters.plan_seconds < waits_s
+
+
+def test_drafts_are_rows_of_their_requests() -> None:
+    """Ranks tell each other numbers of requests, and captured graphs have so many; each request has three rows."""
+    rank = Rank(graphs=[1, 2, 8], query_tokens=3)
+    reqs = [request(600), request(600)]
+    rank.step(reqs), rank.step(reqs)
+    plan = rank.step(reqs)
+    assert plan.each == 6 and [each.rows for each in plan.mine.segments] == [(0, 1)], "requests of its own"
+    (segment,) = plan.segments
+    assert segment.rows == tuple(range(12)), "rows of all"
+    (segment,) = rank.step([*reqs, request(300)]).segments[:1]
+    assert segment.rows == (*range(9), *range(24, 33)), "eight requests of each rank, some of them padding"
+    assert not rank.failures and not rank.counters.not_sharded
+
+
+def test_what_is_not_sharded_is_counted() -> None:
+    rank = Rank(graphs=[1, 2, 8, 32])
+    reqs = [request(600)]
+    assert rank.step(reqs, extends=True) is rank.step(reqs, graphs=False) is rank.step(reqs * 9) is None
+    assert rank.step([]) is None, "nobody has any work"
+    rank.sharded._can_share = lambda: False
+    assert rank.step(reqs) is None
+    assert rank.counters.not_sharded == {"rank_prefilling": 1, "more_rows": 2, "rank_paused": 1}
+    without_graphs = Rank()
+    without_graphs.sharded.comes(None)
+    info = {"is_extend_in_batch": False, "can_run_decode_cuda_graph": False}
+    without_graphs.sharded.agree(SimpleNamespace(global_num_tokens=[2, 0], **info))
+    assert without_graphs.counters.not_sharded == {"rank_without_rows": 1}
+
+
+def test_plans_that_differ_are_counted_and_voted_on_again(caplog: pytest.LogCaptureFixture) -> None:
+    """In the next step, and if they differ again and again, less and less often; what is not voted on counts, too."""
+    rank, reqs, votes = Rank(graphs=[1, 2, 8]), [request(600), request(600)], []
+    while rank.step(reqs) is None:
+        pass
+    alike = rank.sharded._gather
+
+    def other_plan(mine: Any) -> Any:
+        votes[-1] += 1
+        return [mine, [1]] if len(mine) == 1 else alike(mine)
+
+    def in_steps(count: int) -> list[int]:
+        votes.clear()
+        for _ in range(count):
+            votes.append(0)
+            assert rank.step(reqs) is None and rank.sharded.shared_plan() is None
+        return list(votes)
+
+    reqs.append(request(600))
+    rank.sharded._gather = other_plan
+    assert in_steps(11) == [3, 3, 0, 0, 0, 0, 3, 0, 0, 0, 0]
+    assert rank.counters.not_sharded == {"plans_differ": 11} and not rank.failures
+    rank.sharded._without_vote, rank.sharded._differed = 0, 100
+    assert sum(map(bool, in_steps(66))) == 2
+    rank.sharded._gather, rank.sharded._without_vote = alike, 0
+    assert rank.step(reqs).segments
+    rank.sharded._gather = other_plan
+    reqs.append(request(600))
+    assert in_steps(2) == [3, 3], "from the start again"
+    assert caplog.text.count("ranks made different plans") == 1
+
+
+def test_ranks_compare_what_decides_whether_they_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And which attention is in which graph."""
+    compared: list[dict[str, Any]] = []
+    monkeypatch.setattr(sharded, "check_alike", compared.append)
+    Rank(graphs=[8, 1, 2])
+    (found,) = compared
+    assert found == {"rows of decode graphs": [1, 2, 8], "requests of a rank that share": range(1, 17)}
+
+
+def test_a_failed_expansion_is_told_and_leaves_the_step_as_agreed() -> None:
+    rank = Rank(graphs=[2])
+    reqs = [request(600), request(600)]
+    rank.step(reqs), rank.step(reqs)
+    rank.counters.steps_verify = 1
+    assert rank.step(reqs).segments and rank.failures == ["expand"]
