@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.reasons import Fallback
-from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -114,19 +113,20 @@ class Counters:
         self.forward_passes += 1
         self.plan_seconds += plan_seconds
 
-    def count_mixed(self, plan: Plan, rows: Rows, decoding: int) -> None:
+    def count_mixed(self, plan: Plan, requests: int, decoding: int, new_tokens: int, *, verifies: bool = False) -> None:
         """Count one mixed pass; without requests that decode it is no decode step.
 
         Args:
-            rows: of each request; decoding: of the requests, the last so many decode.
+            requests: of the pass; decoding: of these, the last so many decode.
+            new_tokens: of the others; verifies: the step verifies drafts.
         """
         if decoding:
-            self.count_step(plan)
+            self.count_step(plan, verifies=verifies)
         self.steps_mixed += decoding > 0
         self.prefills_mixed += not decoding
-        self.tokens_mixed += rows.total - decoding
+        self.tokens_mixed += new_tokens
         for segment in plan.of_mode(Mode.NAIVE):
-            self.prefill_tokens_saved += segment.tokens * sum(row < rows.requests - decoding for row in segment.rows)
+            self.prefill_tokens_saved += segment.tokens * sum(row < requests - decoding for row in segment.rows)
 
     def count_prefill(self, covered: Sequence[int], transient: int = 0) -> None:
         """Count one prefill step with expanded parts.

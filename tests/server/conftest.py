@@ -468,6 +468,13 @@ def glm_4_7_flash(folder: Path) -> Path:
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_demo = _server("stock_demo", *STOCK, kind=Reference, model=demo)
 drafts = _server("drafts", *NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--hybrid-mla-verify-interval", "5", model=demo)
+# New tokens are rows of the steps that verify drafts; every fourth step is computed again.
+mixed_drafts = _server(
+    "mixed_drafts",
+    *(*NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--max-running-requests", "12", "--hybrid-mla-mixed-tokens", "128"),
+    *("--hybrid-mla-verify-interval", "4", "--max-total-tokens", "6144"),
+    model=demo,
+)
 on_host_drafts = _server("on_host_drafts", *ON_HOST, *DRAFTING, model=demo)
 drafts_of_two = _server(
     "drafts_of_two",

@@ -245,7 +245,7 @@ def make_rule(
         tokens=server.mixed_tokens,
         most_rows=context.step_rows,
         prefixes=prefixes,
-        cost=replace(cost, ranks=1),  # each rank has new rows of its own
+        cost=replace(cost, ranks=1, query_tokens=1),  # each rank has new rows of its own
         counters=context.counters,
         grouped=latent.grouped_page is not None,
         expands_once=prefill is not None and prefill.transient is not None,
@@ -253,6 +253,7 @@ def make_rule(
         eager_layer_s=EAGER_LAYER_S if server.on_gpu else math.inf,
         graphs=prefill.costs if prefill is not None and server.on_gpu else None,
         agree=all_ranks_agree(),
+        query_tokens=server.query_tokens,
     )
 
 

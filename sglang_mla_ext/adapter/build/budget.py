@@ -208,9 +208,9 @@ def max_rows(requests: int, query_tokens: int, mixed_tokens: int = 0) -> int:
     Args:
         requests: of SGLang's pool of requests.
         query_tokens: of each, which are its rows.
-        mixed_tokens: new tokens mixed in beside those requests; none where requests have several query tokens.
+        mixed_tokens: new tokens mixed in beside those requests, in units of as many.
     """
-    return min(requests + mixed_tokens, MAX_ROWS // query_tokens) * query_tokens
+    return min(requests + mixed_tokens // query_tokens, MAX_ROWS // query_tokens) * query_tokens
 
 
 def max_tokens(context_len: int, query_tokens: int) -> int:

@@ -23,6 +23,7 @@ class Feature(Enum):
     FP8 = "--kv-cache-dtype fp8_e4m3"
     MEMORY_SAVER = "--enable-memory-saver"
     MIXED = "--hybrid-mla-mixed-tokens"
+    PAIRED = "mixed steps with drafts"
     PREFILL_GRAPH = "prefill in CUDA graphs"
     SHARDED = "--hybrid-mla-prefix-sharding auto"
     ROUTING = "--hybrid-mla-dp-routing prefix"

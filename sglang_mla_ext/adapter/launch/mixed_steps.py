@@ -23,7 +23,7 @@ STEP = 64
 def obstacle(args: ResolvedArgs, on_gpu: bool) -> str | None:
     """Return what keeps new tokens from being mixed into decode steps; None where nothing does."""
     reasons = {
-        "drafts (--speculative-algorithm)": args.speculative_algorithm is not None,
+        "drafts (--speculative-algorithm)": not installed.mixes_with_drafts(args),
         "--disaggregation-mode": args.disaggregation_mode != "null",
         "DeepEP (--moe-a2a-backend)": args.moe_a2a_backend not in (None, "none"),
         "--enable-return-routed-experts": args.enable_return_routed_experts,
@@ -71,12 +71,13 @@ def _predicted(args: ResolvedArgs) -> int:
         return LEAST_NEW
 
 
-def graph_sizes(sizes: Sequence[int], most: int) -> list[int]:
-    """Sizes of decode graphs, up to one for the most rows. Padding costs little where there are many rows, and each
-    size costs memory and time at start.
+def graph_sizes(sizes: Sequence[int], most: int, query_tokens: int = 1) -> list[int]:
+    """Return the sizes of decode graphs, in requests, up to the largest. Padding costs little where there are many
+    rows, and each size costs memory and time at start.
 
     Args:
-        sizes: ascending, SGLang's own, of one row for each request.
+        sizes: ascending, SGLang's own.
+        query_tokens: rows of each request.
     """
-    largest = sizes[-1]
-    return [*sizes, *range(largest + STEP, most, STEP), most] if most > largest else list(sizes)
+    largest, step = sizes[-1], STEP // query_tokens
+    return [*sizes, *range(largest + step, most, step), most] if most > largest else list(sizes)

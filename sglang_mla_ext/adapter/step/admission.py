@@ -7,7 +7,8 @@ request can be T rows of it (mixed.py). A batch of new tokens is one of these:
 - plain prefill: a pass of its own;
 - mixed: rows of the decode graph beside running requests, through SGLang's own MIXED batches;
 - alone: rows of the decode graph, nobody running beside them;
-- by vote: alone, with DP attention, if no other rank prefills (voting.py).
+- by vote: alone, with DP attention, if no other rank prefills (voting.py);
+- paired: rows of a step of running requests that verifies drafts (paired.py).
 
 What the ranks of sharded prefixes agreed on for the pass is part of the choice.
 
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.step.failure import guarded
 from sglang_mla_ext.adapter.step.mixed import MixedRule, is_extend, refusal_of
+from sglang_mla_ext.adapter.step.paired import PairedSteps
 from sglang_mla_ext.adapter.step.passes import Kind, Pass
 from sglang_mla_ext.adapter.step.voting import Voting
 from sglang_mla_ext.predict.mixed import MOST_STEPS  # plain Python
@@ -58,12 +60,14 @@ class Admission:
         mixes: whether running requests and new tokens may be in one batch.
         votes: whether ranks with batches of their own agree on each pass (DP attention). A mixed batch could not go
             back, so nothing is mixed there.
+        paired: where running requests verify drafts, what is mixed in place of SGLang's own batches.
     """
 
     def __init__(self, rule: MixedRule, steps: Steps, scheduler: Scheduler) -> None:
         self.rule, self.steps, self._scheduler = rule, steps, scheduler
         self.votes, self.mixes = False, rule.tokens > 0
-        self._voting = Voting()
+        self._voting, self._query_tokens = Voting(), rule.query_tokens
+        self.paired = PairedSteps(rule.query_tokens, possible=self.mixes)
         self._running: ScheduleBatch | None = None  # of the batch that is being made, if it may be mixed
         self._chunk = 0  # new tokens of that batch if it is not mixed
         self._tokens_each = FIRST_GUESS  # new tokens of a request, on average of the last ones
@@ -74,6 +78,7 @@ class Admission:
         """SGLang has captured its graphs."""
         self.votes, self.mixes = votes, self.mixes and not votes
         self.rule.begin(runner)
+        self.paired.begin(runner.req_to_token_pool.req_to_token, self._scheduler.page_size)
 
     def choose(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> Pass:
         """Return the pass of a batch that SGLang has chosen.
@@ -82,6 +87,8 @@ class Admission:
             forward_batch: made of it.
         """
         new_tokens = forward_batch.extend_seq_lens_cpu or ()
+        if (chosen := self._paired_pass(batch, forward_batch)) is not None:
+            return chosen
         if self._in_decode_graph(batch, votes=self.votes):
             chosen = Pass(Kind.DECODE, Rows.of(new_tokens), mixed=True, decoding=len(batch.decoding_reqs or ()))
         elif (kind := Kind.of(forward_batch.forward_mode)) is Kind.PREFILL:
@@ -93,6 +100,15 @@ class Admission:
             chosen.sharded, chosen.plan = agreed, agreed.mine
         return chosen
 
+    def _paired_pass(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> Pass | None:
+        kind = Kind.of(forward_batch.forward_mode)
+        if kind is Kind.VERIFY and (new := self.paired.joining()) is not None:
+            rows, running = self.paired.join(forward_batch, new), len(batch.reqs)
+            of_all = Rows.of([*rows.lens, *[self._query_tokens] * running])
+            return Pass(kind, of_all, mixed=True, decoding=running, joined=new)
+        done = self.paired.result(batch)
+        return None if done is None else Pass(Kind.OTHER, done=done)
+
     def _in_decode_graph(self, batch: ScheduleBatch, *, votes: bool) -> bool:
         """Return whether new tokens of a batch are computed in the decode graph. Of a mixed batch that was decided
         before it was mixed.
@@ -100,7 +116,7 @@ class Admission:
         Args:
             votes: ranks have voted on it.
         """
-        if not self.rule.tokens or not batch.forward_mode.is_extend():
+        if not self.rule.tokens or self.paired.possible or not batch.forward_mode.is_extend():
             return False
         if batch.forward_mode.is_mixed():
             return True
@@ -152,13 +168,14 @@ class Admission:
         running, size = kwargs["running_batch"], scheduler.chunked_prefill_size
         tokens = self.new_tokens(scheduler, running) or 0
         scheduler.is_mixed_chunk = False
+        self.paired.choose(None)
         if not tokens:
             batch, left = make(scheduler, *args, **kwargs)
             if batch is not None:
                 self._passes = max(self._passes - 1, 0)
             return batch, left
-        count = len(running.reqs)
-        scheduler.is_mixed_chunk, self._running, self._chunk = True, running, size
+        count = 0 if self.paired.possible else len(running.reqs)
+        scheduler.is_mixed_chunk, self._running, self._chunk = not self.paired.possible, running, size
         scheduler.chunked_prefill_size = min(tokens, size) + count  # SGLang takes the running ones off
         try:
             batch, left = make(scheduler, *args, **kwargs)
@@ -184,7 +201,11 @@ class Admission:
             return 0
         if running.return_logprob or running.return_hidden_states or (chunked is not None and stays_apart(chunked)):
             return 0
-        tokens = min(self.rule.tokens, self.rule.most_rows - len(running.reqs), size)
+        if self.paired.possible and running.has_grammar:
+            return 0  # SGLang advances grammars by results that are in its queue, not by those of a pair
+        each = self._query_tokens
+        padding = (each - 1) * (len(scheduler.waiting_queue) + 1)
+        tokens = min(self.rule.tokens, self.rule.most_rows - each * len(running.reqs) - padding, size)
         tokens = tokens // scheduler.page_size * scheduler.page_size  # a prompt is cut into whole pages
         places = scheduler.get_num_allocatable_reqs(len(running.reqs))
         waiting = max(min(len(scheduler.waiting_queue), places), 0) * self._tokens_each
@@ -239,7 +260,19 @@ class Admission:
         if reason is NotMixed.PASS_IS_FASTER:
             self._passes = PASSES_IN_A_ROW
         # SGLang 0.5.17 does not look whether the running ones find a place behind those that were let in.
-        scheduler.is_mixed_chunk = reason is None and self._running.check_decode_mem()
+        mixed = reason is None and self._running.check_decode_mem()
+        if self.paired.possible:
+            self.paired.choose(batch if mixed else None)
+        else:
+            scheduler.is_mixed_chunk = mixed
+
+    def run(self, original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any) -> Any:
+        """`Scheduler.run_batch`."""
+        return self.paired.run(original, scheduler, batch, *args)
+
+    def process(self, original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> Any:
+        """`Scheduler.process_batch_result`."""
+        return self.paired.process(original, scheduler, batch, result)
 
     @guarded(Fallback.COUNT_DECODED, only_shows=True)
     def count_decoded(self, result: None, processor: Any, batch: ScheduleBatch, of_batch: Any) -> None:

@@ -124,6 +124,8 @@ def table() -> list[Hook]:
             f"{workers}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
             *(AFTER, ADMISSION, Admission.count_decoded, mixes, "decode metrics of MIXED batches"),
         ),
+        Hook(f"{scheduler}.run_batch", AROUND, ADMISSION, Admission.run, mixes, rows),
+        Hook(f"{scheduler}.process_batch_result", AROUND, ADMISSION, Admission.process, mixes, rows),
         # a pass
         Hook(
             "model_executor.forward_batch_info.ForwardBatch.init_new",

@@ -43,6 +43,7 @@ class MixedRule:
     Attributes:
         most_rows: that a pass may have.
         tokens: new tokens that a step with running requests may have; 0 where none are rows of the decode graph.
+        query_tokens: of a running request, and of a unit that new tokens are padded to.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class MixedRule:
         eager_layer_s: float = EAGER_LAYER_S,
         graphs: PassCosts | None = None,
         agree: Callable[[bool], bool] = bool,
+        query_tokens: int = 1,
     ) -> None:
         """
         Args:
@@ -67,7 +69,7 @@ class MixedRule:
             graphs: of passes in prefill graphs; None where there are none.
             agree: whether all ranks that compute together say yes; each of them asks.
         """
-        self.tokens, self.most_rows = tokens, most_rows
+        self.tokens, self.most_rows, self.query_tokens = tokens, most_rows, query_tokens
         self._prefixes, self._cost, self._counters = prefixes, cost, counters
         self._modes = [Mode.ABSORB, *([Mode.GROUPED_ABSORB] if grouped else [])]
         self._expands_once, self._eager_layer_s, self._agree = expands_once, eager_layer_s, agree
@@ -76,8 +78,8 @@ class MixedRule:
     def begin(self, runner: ModelRunner) -> None:
         """SGLang has captured its graphs: log how far they reach."""
         if self.tokens and (graphs := runner.decode_cuda_graph_runner) is not None:
-            self.most_rows = min(self.most_rows, graphs.max_bs)
-            logits_gib = graphs.max_bs * runner.model_config.vocab_size * 4 / (1 << 30)
+            self.most_rows = min(self.most_rows, graphs.max_bs * self.query_tokens)
+            logits_gib = graphs.max_bs * self.query_tokens * runner.model_config.vocab_size * 4 / (1 << 30)
             logger.info(
                 "hybrid_mla: up to %d new tokens are mixed into a decode step; for that graphs have up to %d rows, "
                 "whose logits take %.2f GiB",
@@ -99,7 +101,9 @@ class MixedRule:
             running: requests that are to decode in the same pass.
         """
         reason = refusal(batch)
-        if reason is None and batch.extend_num_tokens + running > self.most_rows:
+        each = self.query_tokens
+        rows = each * (running + sum(-(-new // each) for new in batch.extend_lens))
+        if reason is None and rows > self.most_rows:
             reason = NotMixed.MORE_ROWS
         if reason is None and not self._agree(self._is_sooner(batch)):
             reason = NotMixed.PASS_IS_FASTER
@@ -186,7 +190,8 @@ def around_forward_raw(
     session: Running, original: Callable[..., Any], runner: ModelRunner, forward_batch: ForwardBatch, *args: Any
 ) -> Any:
     """`ModelRunner._forward_raw`, in which a mixed pass is a decode step."""
-    if runner.is_draft_worker or not passes.now.mixed:
+    now = passes.now
+    if runner.is_draft_worker or not now.mixed or now.joined is not None:
         return original(runner, forward_batch, *args)
     return forward_mixed(original, runner, forward_batch, session.steps.fail, *args)
 

@@ -20,6 +20,7 @@ from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from torch import Tensor
 
@@ -76,6 +77,7 @@ class Pass:
         takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
         mixed: whether it computes new tokens as rows of the decode graph (mixed.py). decoding: in such a pass, so many
             of its requests, the last ones, decode.
+        joined: the batch whose new tokens are in a verify step (paired.py). done: results of a pass whose tokens were.
         as_rows: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
         only_last_rows: whether its logits are of these alone.
         sharded: what the ranks that hold prefixes together agreed on for it; None where they agreed on nothing.
@@ -95,6 +97,8 @@ class Pass:
     takes_query: bool = False
     mixed: bool = False
     decoding: int = 0
+    joined: ScheduleBatch | None = None
+    done: Any = None
     as_rows: Any = None
     last_rows: Any = None
     only_last_rows: bool = False
@@ -114,7 +118,7 @@ class Pass:
         """SGLang computes it as a pass of another kind, for which nothing was planned but what ranks agreed on."""
         self.kind, self.rows = kind, rows
         self.absorbs = self.leaves_graph = self.mixed = self.only_last_rows = False
-        self.decoding, self.as_rows, self.last_rows = 0, None, None
+        self.decoding, self.joined, self.as_rows, self.last_rows = 0, None, None, None
         self.share_nothing()
         self.plan = NOTHING_SHARED
 

@@ -91,7 +91,11 @@ class Session:
         # Prefixes are also held by requests that are decoding, or on a prefill server, whose rows are on their way to a
         # decode server. All ranks have the same.
         inflight = getattr(self.scheduler, "disagg_prefill_inflight_queue", None) or ()
-        self.steps.plan_pass(step, batch.reqs, [*self.scheduler.running_batch.reqs, *inflight], *lens)
+        reqs = batch.reqs
+        if step.joined is not None:
+            lens = [*step.joined.prefix_lens, *(req.seqlen for req in reqs)], ()
+            reqs = [*step.joined.reqs, *reqs]
+        self.steps.plan_pass(step, reqs, [*self.scheduler.running_batch.reqs, *inflight], *lens)
         if self.steps.sharded is not None:
             self.steps.sharded.expand(forward_batch.req_pool_indices)
         self.steps.reports.publish(self.steps.shadow)
@@ -102,11 +106,14 @@ class Session:
         """`ModelRunner.forward`: the pass that was chosen runs, and ends with it."""
         if runner.is_draft_worker:
             return original(runner, forward_batch, *args, **kwargs)
-        launched = False
+        if (done := passes.now.done) is not None:
+            passes.end()
+            return done
+        launched, joined = False, passes.now.joined is not None
         try:
             output = original(runner, forward_batch, *args, **kwargs)
             launched = True
-            return output
+            return self.admission.paired.take(output) if joined else output
         finally:
             self._end_pass(forward_batch, launched)
 
@@ -116,11 +123,13 @@ class Session:
         passes.end()
         if not launched:
             return
-        if step.as_rows is None:
-            self.backend.preparation.end_step(forward_batch)
-        else:
-            self.backend.preparation.end_step(step.as_rows)
-            self.steps.counters.count_mixed(step.plan, step.rows, step.decoding)
+        self.backend.preparation.end_step(forward_batch if step.as_rows is None else step.as_rows)
+        if step.joined is not None:
+            new_tokens = step.joined.extend_num_tokens
+            self.steps.counters.count_mixed(step.plan, step.rows.requests, step.decoding, new_tokens, verifies=True)
+        elif step.as_rows is not None:
+            new_tokens = step.rows.total - step.decoding
+            self.steps.counters.count_mixed(step.plan, step.rows.requests, step.decoding, new_tokens)
 
     # ---- what is to be forgotten
 

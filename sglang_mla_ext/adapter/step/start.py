@@ -89,7 +89,7 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
 def _check_mixed(rule: MixedRule, asked: bool) -> None:
     """A server runs without mixed steps where SGLang has not what they take, and nobody asked for them."""
     try:
-        assert_installed([Feature.MIXED])
+        assert_installed([Feature.MIXED, *([Feature.PAIRED] if rule.query_tokens > 1 else [])])
     except contract.ContractError as error:
         if asked:
             raise
@@ -120,10 +120,10 @@ def after_graph_sizes(
     """SGLang captures no decode graph of more rows than it has places for requests."""
     if runner.is_draft_worker:
         return None
-    options = HybridMLAOptions.from_env()
-    tokens = mixed_steps.tokens(installed.resolved(runner.server_args), options, on_gpu=runner.device == "cuda")
-    most = budget.max_rows(sizes[0][-1], 1, tokens)
-    return mixed_steps.graph_sizes(sizes[0], most), sizes[1]
+    options, args = HybridMLAOptions.from_env(), installed.resolved(runner.server_args)
+    tokens, each = mixed_steps.tokens(args, options, on_gpu=runner.device == "cuda"), installed.draft_tokens(args)
+    most = budget.max_rows(sizes[0][-1], each, tokens) // each
+    return mixed_steps.graph_sizes(sizes[0], most, each), sizes[1]
 
 
 def around_eager_registry(session: Session, original: Callable[..., Any], **kwargs: Any) -> Any:

@@ -243,7 +243,7 @@ class Steps:
     def _plan_mixed(self, step: Pass, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int]) -> Plan:
         if not self._shares:
             return NOTHING_SHARED
-        rows = step.rows
+        rows = step.rows.units(self.query_tokens if step.kind is Kind.VERIFY else 1)
         shared = self._expand_before(reqs, running, rows=rows) if self._expander is not None else None
         plan = self._prefixes.plan_rows(reqs, rows, prefix_lens, mixed=step.decoding > 0, shared=shared)
         return plan if plan.segments else NOTHING_SHARED

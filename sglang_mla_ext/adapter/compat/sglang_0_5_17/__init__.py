@@ -216,6 +216,11 @@ class Release0517:
             return 1
         return int(args.speculative_num_draft_tokens or 1)
 
+    def mixes_with_drafts(self, args: ServerArgs) -> bool:
+        """Return whether new tokens can be rows of the steps that verify this server's drafts; also where there are
+        none. `args` are resolved."""
+        return args.speculative_algorithm is None
+
     def draft_has_mla(self, args: ServerArgs) -> bool:
         """Return whether the draft model has Multi-head Latent Attention. `args` are resolved."""
         from sglang.srt.configs.model_config import AttentionArch, ModelConfig

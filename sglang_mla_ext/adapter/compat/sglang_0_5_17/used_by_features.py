@@ -90,6 +90,8 @@ MIXED = needed_for(
     *attributes(_ADDER, "can_run_list", "the same", "list"),
     *attributes(_ADDER, "rem_chunk_tokens", "the same"),
     *attributes("managers.schedule_policy.AddReqResult", "OTHER", "the same"),
+    *function(f"{_SCHEDULER}.run_batch", "self batch", "drafts are verified with new tokens"),
+    *function(f"{_SCHEDULER}.process_batch_result", "self batch result", "the same"),
     *attributes(
         _SCHEDULER,
         "chunked_prefill_size chunked_req is_mixed_chunk page_size tp_worker waiting_queue",

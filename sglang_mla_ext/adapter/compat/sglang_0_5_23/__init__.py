@@ -141,6 +141,15 @@ class Release0523(Release0517):
 
     # ---- speculative decoding
 
+    def mixes_with_drafts(self, args: ServerArgs) -> bool:
+        """See Release0517: with one chain of drafts a request, and passes that no other rank has a part in."""
+        from sglang.srt.environ import envs
+
+        if args.speculative_algorithm is None:
+            return True
+        apart = self.dp_attention_ranks(args) > 1 or envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()
+        return args.speculative_algorithm in ("EAGLE", "EAGLE3") and args.speculative_eagle_topk == 1 and not apart
+
     def mla_draft_backend(self, fp8: bool) -> str:
         """See Release0517. With FlashMLA's the host waits for the target's prefill before it can launch the draft's:
         the GPU idled for 14 ms after each prefill pass."""

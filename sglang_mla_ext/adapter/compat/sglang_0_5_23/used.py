@@ -9,6 +9,8 @@ _OVERRIDES = "arg_groups.overrides"
 _BATCH = "model_executor.forward_batch_info.ForwardBatch"
 _MHA_BATCH = "model_executor.forward_batch_deepseek_mha_mixin.ForwardBatchDeepSeekMHAMixin"
 _REQ = "managers.schedule_batch.Req"
+_SCHEDULER = "managers.scheduler.Scheduler"
+_SCHEDULE_BATCH = "managers.schedule_batch.ScheduleBatch"
 _LINEAR_POOL = "mem_cache.memory_pool.HybridLinearKVPool"
 _OLD_TREE = "mem_cache.radix_cache"
 _TREE = "mem_cache.unified_radix_cache.UnifiedRadixCache"
@@ -95,6 +97,31 @@ PASSES = (
         use(f"{_BATCH}.kv_loc_plan", "attribute", "slots of tails"),
     ),
 )
+MIXED_WITH_DRAFTS = needed_for(
+    Feature.PAIRED,
+    *(
+        use(f"{owner}.{name}", kind, "verify steps with new tokens", *more)
+        for owner, name, kind, *more in (
+            (_SCHEDULER, "update_running_batch", "function", "self batch"),
+            (_SCHEDULER, "_apply_war_barrier", "function", "self"),
+            (_SCHEDULER, "batch_record_buf", "attribute"),
+            (_SCHEDULER, "enable_overlap", "attribute"),
+            (_SCHEDULER, "running_batch", "attribute"),
+            (_SCHEDULE_BATCH, "check_decode_mem", "function", "self"),
+            (_SCHEDULE_BATCH, "copy", "function", "self"),
+            (_SCHEDULE_BATCH, "has_grammar", "attribute"),
+            (_SCHEDULE_BATCH, "out_cache_loc", "attribute"),
+            (_SCHEDULE_BATCH, "prefill_input_ids_cpu", "attribute"),
+            (_SCHEDULE_BATCH, "req_pool_indices", "attribute"),
+            (_REQ, "seqlen", "attribute"),
+            (_BATCH, "_init_num_token_non_padded", "function", "self", "device is_draft_worker"),
+            ("layers.logits_processor.LogitsProcessorOutput", "hidden_states", "attribute"),
+            ("model_executor.model_runner.ModelRunnerOutput", "logits_output", "attribute"),
+            (_ARGS, "speculative_eagle_topk", "attribute"),
+            ("environ.Envs", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "attribute"),
+        )
+    ),
+)
 LINEAR_LAYERS = (
     # Layers with MLA beside linear attention keep the numbers that they have in the model.
     use(f"{_LINEAR_POOL}.get_key_buffer", "function", "latent rows beside linear attention", "self layer_id"),
@@ -128,7 +155,7 @@ TREE = (
 )
 
 CHANGES = Changes(
-    uses=(*ARGUMENTS, *PASSES, *LINEAR_LAYERS, *TREE),
+    uses=(*ARGUMENTS, *PASSES, *MIXED_WITH_DRAFTS, *LINEAR_LAYERS, *TREE),
     renamed={"sgl_kernel.flash_mla": "sglang.kernels.ops.attention.flash_mla_interface"},
     gone=(
         f"{_ARGS}.__post_init__",

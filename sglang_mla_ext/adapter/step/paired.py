@@ -1,0 +1,236 @@
+"""New prompt tokens in a step that verifies drafts.
+
+Such a step has W query tokens of each request, at positions that follow each other. So T new tokens of a request are
+ceil(T / W) *units* of it: with the same row in the table of slots, and lengths that grow by W. The last unit is padded
+behind the prompt; the padding is written to the slots in which the request's next tokens come, or, behind its last
+page, to the page that SGLang pads batches with.
+
+A draft model needs both batches as SGLang has them: running requests draft, verify and extend the draft; new tokens are
+computed, and extend the draft. So one iteration of the scheduler runs both, one after the other, but the model once:
+
+    run_batch(running): draft ── verify ─────────────────── accept ── extend the draft
+                                   │ with the new tokens
+    run_batch(new):                └─────── results ─────── sample ── extend the draft
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sglang_mla_ext.rows import Rows
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+KEPT_ITERATIONS = 1
+"""SGLang keeps what two passes read; an iteration has two, and what the one before read must outlive it, too."""
+
+
+class Layout(NamedTuple):
+    """New tokens of a batch as rows of whole units.
+
+    Attributes:
+        rows: of each request. tokens: `[rows]` ids; positions: `[rows]`, in the request.
+        source: `[rows]` which of the batch's new tokens each is, the request's last one for padding.
+        beyond: `[rows]` how far behind that token; slots: `[rows]` of the page of padding, -1 for the request's own.
+        requests: `[units]` of each unit; lens: `[units]` tokens before it.
+        padding: rows that are padding, real: the others, last: `[requests]` the last of these of each request.
+    """
+
+    rows: Rows
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    source: torch.Tensor
+    beyond: torch.Tensor
+    slots: torch.Tensor
+    requests: torch.Tensor
+    lens: torch.Tensor
+    padding: torch.Tensor
+    real: torch.Tensor
+    last: torch.Tensor
+
+
+def lay_out(tokens: torch.Tensor, prefix_lens: list[int], new_tokens: list[int], width: int, page: int) -> Layout:
+    """Lay new tokens out in units of `width` rows.
+
+    Args:
+        tokens: `[sum of new_tokens]` int64 ids, of one request after the other, on the host.
+        prefix_lens: `[requests]` cached tokens; new_tokens: `[requests]`, each at least 1.
+        page: tokens of a page of slots. A request owns all slots of its last one.
+    """
+    prefixes, counts = torch.tensor(prefix_lens), torch.tensor(new_tokens)
+    units = (counts + width - 1) // width
+    rows = units * width
+    of_row = torch.repeat_interleave(torch.arange(len(counts)), rows)
+    offsets = torch.arange(len(of_row)) - (rows.cumsum(0) - rows)[of_row]
+    last = counts[of_row] - 1
+    beyond = (offsets - last).clamp(min=0)
+    source = (counts.cumsum(0) - counts)[of_row] + torch.minimum(offsets, last)
+    positions = prefixes[of_row] + offsets
+    own = (prefixes[of_row] + last) % page + beyond < page
+    of_unit = torch.repeat_interleave(torch.arange(len(counts)), units)
+    before = torch.arange(len(of_unit)) - (units.cumsum(0) - units)[of_unit]
+    return Layout(
+        Rows.of(rows.tolist()),
+        tokens[source],
+        positions,
+        source,
+        beyond,
+        torch.where(own, -1, positions % page),
+        of_unit,
+        prefixes[of_unit] + width * before,
+        beyond.nonzero().squeeze(1),
+        (beyond == 0).nonzero().squeeze(1),
+        rows.cumsum(0) - rows + counts - 1,
+    )
+
+
+class PairedSteps:
+    """Pairs of a verify step and a batch of new tokens, of one scheduler.
+
+    Attributes:
+        possible: whether there are any: drafts are verified here, and this release of SGLang is known to allow it.
+    """
+
+    def __init__(self, width: int, *, possible: bool) -> None:
+        """
+        Args:
+            width: query tokens of a request in a verify step.
+        """
+        self.possible, self._width = possible and width > 1, width
+        self._new: ScheduleBatch | None = None  # whose tokens are to join the next verify step
+        self._layout: Layout | None = None  # of those that have joined the one that runs
+        self._result: Any = None  # of them
+        self._decoded: dict[int, tuple[ScheduleBatch, Any]] = {}  # of pairs whose results are to be processed
+        self._kept: deque[list[Any]] = deque(maxlen=KEPT_ITERATIONS)
+
+    def begin(self, table: torch.Tensor, page: int) -> None:
+        """SGLang has made its pools.
+
+        Args:
+            table: `[requests, tokens]` of slots; page: slots of a page.
+        """
+        self._table, self._page = table, page
+
+    def choose(self, batch: ScheduleBatch | None) -> None:
+        """The new tokens of this batch are to join the next verify step; of none, for None."""
+        self._new = batch
+
+    # ---- an iteration of the scheduler
+
+    def run(self, original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any) -> Any:
+        """`Scheduler.run_batch`: with a batch that was chosen, the running requests' next step comes first."""
+        if self._new is None or self._new is not batch:
+            return original(scheduler, batch, *args)
+        self._new, running = None, scheduler.running_batch
+        decoding = None
+        if not running.is_empty() and running.check_decode_mem():
+            decoding = scheduler.update_running_batch(running)
+        if decoding is None or decoding.is_empty():
+            return original(scheduler, batch, *args)
+        if scheduler.enable_overlap:
+            self._kept.append(list(scheduler.batch_record_buf))
+        self._new = batch
+        try:
+            decoded = original(scheduler, decoding)
+            if scheduler.enable_overlap:
+                scheduler._apply_war_barrier()
+            self._decoded.clear()
+            of_new = original(scheduler, batch, *args)
+        finally:
+            self._new = self._layout = self._result = None
+        self._decoded[id(of_new)] = decoding.copy(), decoded
+        return of_new
+
+    def process(self, original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> Any:
+        """`Scheduler.process_batch_result`: of a pair, the running requests' first."""
+        if (decoded := self._decoded.pop(id(result), None)) is not None:
+            original(scheduler, *decoded)
+        return original(scheduler, batch, result)
+
+    # ---- a pass
+
+    def joining(self) -> ScheduleBatch | None:
+        """Return the batch whose tokens are to join the verify step that comes."""
+        return self._new if self._layout is None else None
+
+    def join(self, batch: ForwardBatch, new: ScheduleBatch) -> Rows:
+        """Put new tokens in front of the rows of a verify step.
+
+        Args:
+            batch: of the verify step, which is changed.
+            new: prepared.
+        Returns:
+            rows of each request of `new`.
+        """
+        tokens = new.prefill_input_ids_cpu
+        layout = lay_out(tokens.to(torch.int64), new.prefix_lens, new.extend_lens, self._width, self._page)
+        device, lens, of_unit = batch.seq_lens.device, layout.lens, layout.requests.tolist()
+        parts = layout[1:]
+        host = torch.cat(parts)
+        if device.type == "cuda":
+            host = host.pin_memory()
+        sizes = [len(part) for part in parts]
+        layout = Layout(layout.rows, *host.to(device, non_blocking=True).split(sizes))
+        slots = torch.where(layout.slots < 0, new.out_cache_loc[layout.source] + layout.beyond, layout.slots)
+        table_rows = new.req_pool_indices[layout.requests].long()
+        of_padding = table_rows[layout.padding // self._width], layout.positions[layout.padding]
+        self._table[of_padding] = slots[layout.padding].to(self._table.dtype)
+
+        def in_front(of: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return torch.cat([values.to(of.dtype), of])
+
+        changed: dict[str, Any] = {
+            "input_ids": in_front(batch.input_ids, layout.tokens),
+            "positions": in_front(batch.positions, layout.positions),
+            "out_cache_loc": in_front(batch.out_cache_loc, slots),
+            "req_pool_indices": in_front(batch.req_pool_indices, table_rows),
+            "seq_lens": in_front(batch.seq_lens, layout.lens),
+            "batch_size": batch.batch_size + len(of_unit),
+        }
+        if batch.orig_seq_lens is not None:
+            changed["orig_seq_lens"] = in_front(batch.orig_seq_lens, layout.lens)
+        if batch.seq_lens_cpu is not None:
+            changed["seq_lens_cpu"] = in_front(batch.seq_lens_cpu, lens)
+            changed["seq_lens_sum"] = int(changed["seq_lens_cpu"].sum())
+        changed["lora_ids"] = [*(new.reqs[request].lora_id for request in of_unit), *batch.lora_ids]
+        changed["rids"] = [*(new.reqs[request].rid for request in of_unit), *batch.rids]
+        for name, value in changed.items():  # all or nothing
+            setattr(batch, name, value)
+        batch._init_num_token_non_padded(device=device, is_draft_worker=False)
+        self._layout = layout
+        return layout.rows
+
+    def take(self, output: Any) -> Any:
+        """Keep the results of the tokens that joined, and return those of the verify step. SGLang's next graphs may
+        write where these are, so what is kept is copied.
+
+        Args:
+            output: ModelRunnerOutput of both, with logits and hidden states of all rows.
+        """
+        if (layout := self._layout) is None:
+            return output
+        logits, new = output.logits_output, layout.rows.total
+        of_new, of_step = copy.copy(logits), copy.copy(logits)
+        of_new.next_token_logits = logits.next_token_logits[layout.last]
+        of_step.next_token_logits = logits.next_token_logits[new:]
+        if logits.hidden_states is not None:
+            of_new.hidden_states = logits.hidden_states[layout.real]
+            of_step.hidden_states = logits.hidden_states[new:]
+        self._result, output = copy.copy(output), copy.copy(output)
+        self._result.logits_output, output.logits_output = of_new, of_step
+        return output
+
+    def result(self, batch: ScheduleBatch) -> Any:
+        """Return what a verify step has computed of a batch, once; None where that is still to be computed."""
+        if self._result is None or batch is not self._new:
+            return None
+        found, self._result = self._result, None
+        return found

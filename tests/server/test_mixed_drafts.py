@@ -1,0 +1,40 @@
+"""New tokens in the steps that verify drafts: the tokens of the stock backend without drafts, which computes them in
+passes of their own. SGLang 0.5.23 alone; with 0.5.17 nothing is mixed where drafts are on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from conftest import Chat, Reference, Server
+from demo import SYSTEM_PROMPT, WORD_QUESTIONS
+from test_answers import NAMES
+from test_mixed_steps import leave, text_of, texts_of
+
+from sglang_mla_ext.adapter.compat import contract
+
+pytestmark = pytest.mark.skipif(contract.line() == "0.5.17", reason="nothing is mixed with drafts")
+
+
+def test_new_tokens_are_rows_of_verify_steps(stock_demo: Reference, mixed_drafts: Server) -> None:
+    """Prompts differ in a few tokens or in many, some answers end at once, and somebody hangs up in the middle of one.
+    The demo model knows its questions, so drafts are accepted."""
+    system, questions = SYSTEM_PROMPT.read_text(), list(WORD_QUESTIONS)
+    draw = random.Random(7)
+    chats = []
+    for i in range(24):
+        own = " ".join(draw.choice(NAMES) for _ in range((0, 0, 3, 11, 30)[i % 5]))
+        chats.append(Chat(system, own + questions[i % len(questions)], (24, 1, 40, 7)[i % 4], 0.15 * i))
+
+    async def all_of_them() -> tuple[list[str | None], int]:
+        async with mixed_drafts.client() as client:
+            answers = asyncio.gather(*(text_of(client, chat) for chat in chats))
+            return await asyncio.gather(answers, leave(client, Chat(system, questions[0], 60, 0.5)))
+
+    texts, _ = asyncio.run(all_of_them())
+    assert texts == texts_of(stock_demo, chats)
+    counters = mixed_drafts.info()["counters"]
+    assert counters["steps_mixed"] > 3 and counters["tokens_mixed"] > 3 * counters["steps_mixed"], counters
+    assert counters["steps_mixed"] < counters["steps_verify"] and not counters["fallbacks"], counters
+    assert counters["shadow_checks"] > 0 == counters["shadow_failures"], counters
