@@ -114,13 +114,14 @@ def test_convolution_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize("repeats", [False, True])
 def test_no_pass_is_run_twice_whose_states_would_take_their_tokens_twice(repeats: bool) -> None:
     from sglang_mla_ext.adapter.step.failure import OurPartFailedError, around_pass
+    from sglang_mla_ext.reasons import Fallback
 
     runs: list[Any] = []
 
     def fails_once(runner: Any, batch: Any) -> str:
         runs.append(batch)
         if len(runs) == 1:
-            raise OurPartFailedError("attention", MemoryError())
+            raise OurPartFailedError(Fallback.ATTENTION, MemoryError())
         return "done"
 
     session: Any = SimpleNamespace(steps=SimpleNamespace(fail=lambda what, error: None), repeats=repeats)
