@@ -108,7 +108,7 @@ class PairedSteps:
         self._new: ScheduleBatch | None = None  # whose tokens are to join the next verify step
         self._layout: Layout | None = None  # of those that have joined the one that runs
         self._result: Any = None  # of them
-        self._decoded: dict[int, tuple[ScheduleBatch, Any]] = {}  # of pairs whose results are to be processed
+        self._decoded: list[tuple[Any, ScheduleBatch, Any]] = []  # by results of new tokens: those to process first
         self._kept: deque[list[Any]] = deque(maxlen=KEPT_ITERATIONS)
 
     def begin(self, table: torch.Tensor, page: int) -> None:
@@ -142,17 +142,19 @@ class PairedSteps:
             decoded = original(scheduler, decoding)
             if scheduler.enable_overlap:
                 scheduler._apply_war_barrier()
-            self._decoded.clear()
             of_new = original(scheduler, batch, *args)
         finally:
             self._new = self._layout = self._result = None
-        self._decoded[id(of_new)] = decoding.copy(), decoded
+        self._decoded.append((of_new, decoding.copy(), decoded))
         return of_new
 
     def process(self, original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> Any:
         """`Scheduler.process_batch_result`: of a pair, the running requests' first."""
-        if (decoded := self._decoded.pop(id(result), None)) is not None:
-            original(scheduler, *decoded)
+        for of_new, decoding, decoded in self._decoded:
+            if of_new is result:
+                self._decoded = [pair for pair in self._decoded if pair[0] is not result]
+                original(scheduler, decoding, decoded)
+                break
         return original(scheduler, batch, result)
 
     # ---- a pass

@@ -91,11 +91,11 @@ class Session:
         # Prefixes are also held by requests that are decoding, or on a prefill server, whose rows are on their way to a
         # decode server. All ranks have the same.
         inflight = getattr(self.scheduler, "disagg_prefill_inflight_queue", None) or ()
-        reqs = batch.reqs
+        reqs, running = batch.reqs, [*self.scheduler.running_batch.reqs, *inflight]
         if step.joined is not None:
             lens = [*step.joined.prefix_lens, *(req.seqlen for req in reqs)], ()
-            reqs = [*step.joined.reqs, *reqs]
-        self.steps.plan_pass(step, reqs, [*self.scheduler.running_batch.reqs, *inflight], *lens)
+            reqs, running = [*step.joined.reqs, *reqs], []
+        self.steps.plan_pass(step, reqs, running, *lens)
         if self.steps.sharded is not None:
             self.steps.sharded.expand(forward_batch.req_pool_indices)
         self.steps.reports.publish(self.steps.shadow)
