@@ -59,7 +59,7 @@ def plan_pass(
     Args:
         mixed: new tokens are rows of the decode graph; the last `decoding` of the requests are decoding.
     """
-    admission = Admission(SimpleNamespace(tokens=int(mixed)), steps, None)
+    admission = Admission(SimpleNamespace(tokens=int(mixed), query_tokens=1), steps, None)
     admission._in_decode_graph = lambda batch, votes: mixed
     batch = SimpleNamespace(reqs=reqs, decoding_reqs=reqs[len(reqs) - decoding :])
     forward_batch = SimpleNamespace(forward_mode=mode, extend_seq_lens_cpu=new_tokens)

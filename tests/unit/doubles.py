@@ -42,6 +42,7 @@ def server_args(**given: Any) -> Arguments:
         decode_attention_backend="hybrid_mla",
         speculative_algorithm=None,
         speculative_num_draft_tokens=None,
+        speculative_eagle_topk=None,
         disaggregation_mode="null",
         enable_dp_attention=False,
         moe_a2a_backend="none",

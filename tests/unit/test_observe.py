@@ -15,7 +15,6 @@ import pytest
 from sglang_mla_ext.observe import Counters, Metrics, report
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.reasons import Fallback, NotMixed, NotSharded, Reason
-from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
 OPERATING = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
@@ -32,8 +31,8 @@ def counters_after_some_steps() -> Counters:
     counters.fall_back(Fallback.PREFIX_MEMORY_FULL)
     counters.fall_back(Fallback.PREFIX_MEMORY_FULL)
     counters.fall_back(Fallback.EXPAND)
-    counters.count_mixed(MIXED, Rows.of([28, 2, 1]), decoding=1)
-    counters.count_mixed(MIXED, Rows.of([3, 1, 1]), decoding=0)
+    counters.count_mixed(MIXED, requests=3, decoding=1, new_tokens=30)
+    counters.count_mixed(MIXED, requests=3, decoding=0, new_tokens=5)
     counters.not_mixed["more_rows"] += 2
     counters.not_sharded["rank_prefilling"] += 3
     for seconds in (0.25, 0.5):

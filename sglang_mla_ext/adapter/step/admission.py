@@ -78,7 +78,8 @@ class Admission:
         """SGLang has captured its graphs."""
         self.votes, self.mixes = votes, self.mixes and not votes
         self.rule.begin(runner)
-        self.paired.begin(runner.req_to_token_pool.req_to_token, self._scheduler.page_size)
+        if self.paired.possible:
+            self.paired.begin(runner.req_to_token_pool.req_to_token, self._scheduler.page_size)
 
     def choose(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> Pass:
         """Return the pass of a batch that SGLang has chosen.

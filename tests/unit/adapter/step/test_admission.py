@@ -20,7 +20,7 @@ class Rule:
     """What Admission asks of it."""
 
     def __init__(self, tokens: int = 256, most_rows: int = 300) -> None:
-        self.tokens, self.most_rows = tokens, most_rows
+        self.tokens, self.most_rows, self.query_tokens = tokens, most_rows, 1
         self.asked: list[tuple[Any, int]] = []
         self.reason: str | None = None
 
