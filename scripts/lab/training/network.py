@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 
-@dataclass
-class Packed:
+class Packed(NamedTuple):
     """Documents one after another in one flat batch."""
 
     tokens: Tensor  # [tokens] int64
