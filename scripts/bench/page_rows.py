@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from statistics import median
 from typing import Any
 
-from demo_model.rank import ALL_LAYERS
-
-from bench.rank_rows import DIVIDED_NAMES, LOADS, MODEL_NAMES, STOCK_BACKENDS, measured_rate, middle
+from bench.rank_rows import middle
 from bench.recipes import OUTCOMES, Row, recipes, rows
 from bench.records import Record
 from sglang_mla_ext.adapter.launch.tested_configurations import MOST_RANKS, SERVER
@@ -21,50 +18,6 @@ RANKS = {"TP 8": 8, "TP 16": 16, "DP attention": 1}
 MEMORY_OF = ("deepseek-v3", "kimi-k2", "kimi-k3", "longcat-flash", "glm-4.7-flash")
 
 Key = tuple[Any, ...]
-
-
-def newest_release(records: Iterable[Record], *, cases: Sequence[Sequence[Any]]) -> Iterator[Row]:
-    """Yield ours beside the fastest of SGLang's own backends, each case on the rank of most layers.
-
-    Args:
-        cases: model, load, drafts accepted, prompt, requests.
-    """
-    found: dict[Key, dict[str, list[Record]]] = {}
-    for record in records:
-        case = record["case"]
-        if not record.get("excluded") and "--cuda-graph-backend-prefill" not in case.get("flags", ""):
-            key = case["of"], record["bench"], case.get("drafts"), case["prefix"], case["concurrency"]
-            of_case = found.setdefault((*key, case["layers"], record["gpu"]), {})
-            of_case.setdefault(record["impl"].removeprefix("sglang_"), []).append(record)
-    for wanted in map(tuple, cases):
-        stocks = {key: [of[name] for name in STOCK_BACKENDS if name in of] for key, of in found.items()}
-        compared = [key for key, of in found.items() if key[:5] == wanted and OURS in of and stocks[key]]
-        key = max(compared, key=lambda key: (key[5], key[6]))
-        yield beside(key, found[key][OURS], max(stocks[key], key=rate))
-
-
-def beside(key: Key, ours: list[Record], stock: list[Record]) -> Row:
-    """Return the row of one case."""
-    model, load, drafts, prompt, requests, layers, gpu = key
-    flags = ours[0]["case"]["flags"].split()
-    return {
-        "load": f"{(LOADS | {'agents': 'agents'})[load]}, {prompt:,} tokens, {requests} requests",
-        "drafts": ", drafts" if drafts else "",
-        "model": f"{MODEL_NAMES[model]}, {DIVIDED_NAMES[ours[0]['case']['rank']]}",
-        "layers": f"{layers} of {ALL_LAYERS[model]}",
-        "gpu": gpu.removeprefix("NVIDIA ").split()[0],
-        "rival": stock[0]["impl"].removeprefix("sglang_"),
-        "stock": rate(stock),
-        "ours": rate(ours),
-        "first": middle(ours, "ttft_ms") / middle(stock, "ttft_ms"),
-        "memory": flags[flags.index("--hybrid-mla-prefix-memory-gb") + 1],
-        "records": [*ours, *stock],
-    }
-
-
-def rate(records: Iterable[Record]) -> float:
-    """Return tokens per second, the median over runs: of all output for agents, else as in the tables of ranks."""
-    return median(one["output_tok_s"] if one["bench"] == "agents" else measured_rate(one) for one in records)
 
 
 def workloads(records: Iterable[Record]) -> Iterator[Row]:

@@ -8,7 +8,7 @@ flushed, weights are updated, and the server sleeps and wakes. The same seed giv
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -16,6 +16,8 @@ import numpy as np
 from bench.generate import Shape
 
 SALTS = (*[None] * 8, "tenant-a", "tenant-b")
+TREES = 2
+"""Trees that stand at a time."""
 MOST_NODES = 8
 """Most nodes of a tree."""
 AGAIN = 0.8
@@ -103,11 +105,8 @@ class Request:
     hidden: bool = False
 
 
-@dataclass
-class Tree:
-    """Prompts that begin alike: `paths` from its root to each node."""
-
-    paths: list[tuple[int, ...]] = field(default_factory=list)
+Tree = list[tuple[int, ...]]
+"""Prompts that begin alike: the paths from its root to each node."""
 
 
 class Traffic:
@@ -115,7 +114,6 @@ class Traffic:
     Args:
         vocabulary: `[tokens]` the ids that texts are drawn from.
         seed: of everything.
-        trees: that stand at a time.
         penalties: whether some requests ask for `PENALTIES`.
         hidden: whether some ask for hidden states, which a server has to be started for.
     """
@@ -125,7 +123,6 @@ class Traffic:
         vocabulary: np.ndarray,
         seed: int,
         limits: Limits | None = None,
-        trees: int = 2,
         *,
         penalties: bool = False,
         hidden: bool = False,
@@ -134,7 +131,7 @@ class Traffic:
         self._hidden = HIDDEN if hidden else 0.0
         self._shapes = (*SHAPES, *PENALTIES) if penalties else SHAPES
         self._rng = np.random.default_rng(seed)
-        self._trees = [self._new_tree() for _ in range(trees)]
+        self._trees = [self._new_tree() for _ in range(TREES)]
         self._sent: list[tuple[int, ...]] = []
         self._phases = 0
 
@@ -171,7 +168,7 @@ class Traffic:
         if self._sent and self._rng.random() < AGAIN:
             ids = self._sent[-1 - int(self._rng.integers(min(len(self._sent), 60)))]
         else:
-            paths = self._trees[int(self._rng.integers(len(self._trees)))].paths
+            paths = self._trees[int(self._rng.integers(len(self._trees)))]
             ids = paths[int(self._rng.integers(len(paths)))] + self._text(self._limits.own)
             self._sent.append(ids)
         salt = SALTS[int(self._rng.integers(len(SALTS)))]
@@ -185,14 +182,14 @@ class Traffic:
         if chance < 0.02:
             self._trees[which] = self._new_tree()
         elif chance < 0.15:
-            paths = self._trees[which].paths
+            paths = self._trees[which]
             path = paths[int(self._rng.integers(len(paths)))] + self._text(self._limits.branch)
             if len(paths) < MOST_NODES and len(path) + self._limits.own[1] <= self._limits.prompt:
                 paths.append(path)
 
     def _new_tree(self) -> Tree:
         long = self._rng.random() < 0.2
-        return Tree([self._text(self._limits.long_root if long else self._limits.root)])
+        return [self._text(self._limits.long_root if long else self._limits.root)]
 
     def _text(self, length: tuple[int, int]) -> tuple[int, ...]:
         return tuple(self._rng.choice(self._vocabulary, self._between(length)).tolist())
