@@ -180,30 +180,26 @@ class Rival(NamedTuple):
     """A rival and what its records say."""
 
     make: Callable[[Case], Callable[[], Any]]
-    part: str
     dtype: str
     one_group: bool = False  # works only where all rows share one prefix
 
     def work(self, case: Case) -> tuple[int, int]:
         """Operations, and bytes of keys and values, each counted once."""
-        flops = read_bytes = 0
+        lengths = case.tail_lengths if self.one_group else case.lengths
+        sizes, shared_pages = ((), 0) if self.one_group else (case.sizes, case.prefix // PAGE_TOKENS)
+        pages = page_table(lengths, sizes, shared_pages)[1]
+        flops = case.latent_flops(lengths)
+        read_bytes = pages * PAGE_TOKENS * (LATENT + DR) * (1 if self.dtype == "fp8" else 2)
         if self.one_group:
             flops += case.shared_flops
             read_bytes += 2 * case.prefix * case.heads * (DN + DR + DV)
-        if self.part == "all":
-            lengths = case.tail_lengths if self.one_group else case.lengths
-            sizes, shared_pages = ((), 0) if self.one_group else (case.sizes, case.prefix // PAGE_TOKENS)
-            flops += case.latent_flops(lengths)
-            pages = page_table(lengths, sizes, shared_pages)[1]
-            read_bytes += pages * PAGE_TOKENS * (LATENT + DR) * (1 if self.dtype == "fp8" else 2)
         return flops, read_bytes
 
 
 RIVALS = {
-    "flashmla_bf16": Rival(flashmla_bf16, "all", "bf16"),
-    "flashmla_fp8": Rival(flashmla_fp8, "all", "fp8"),
-    "fa3_bf16": Rival(fa3_bf16, "all", "bf16"),
-    "flashinfer_mla": Rival(flashinfer_mla, "all", "bf16"),
-    "flashinfer_fa3_naive": Rival(flashinfer_fa3_naive, "naive", "bf16", one_group=True),
-    "typhoon_parts": Rival(typhoon_parts, "all", "bf16", one_group=True),
+    "flashmla_bf16": Rival(flashmla_bf16, "bf16"),
+    "flashmla_fp8": Rival(flashmla_fp8, "fp8"),
+    "fa3_bf16": Rival(fa3_bf16, "bf16"),
+    "flashinfer_mla": Rival(flashinfer_mla, "bf16"),
+    "typhoon_parts": Rival(typhoon_parts, "bf16", one_group=True),
 }

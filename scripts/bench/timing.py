@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
-from bench.cases import Case
-from bench.rivals import Rival
-
 BATCH_MS = 10  # of calls back to back per batch; long compared with the host's wait after it
 FEWEST_CALLS = 5  # that a median is of, however long a call takes
 
@@ -94,11 +91,6 @@ def measure(function: Callable[[], Any], rep_ms: int, work: tuple[int, int] | No
         flops, read_bytes = work
         metrics |= dict(tflops=flops / metrics["ms"] / 1e9, gbps=read_bytes / metrics["ms"] / 1e6)
     return metrics
-
-
-def measure_rival(rival: Rival, case: Case, rep_ms: int) -> dict[str, Any]:
-    """Metrics of a rival on a case."""
-    return measure(rival.make(case), rep_ms, rival.work(case))
 
 
 COLUMNS = {"ms": "{ms:.4f}", "TFLOPS": "{tflops:.0f}", "GB/s": "{gbps:.0f}", "of floor": "{floor_share:.0%}"}

@@ -111,13 +111,12 @@ def reproduce(
         return
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU; --list does not")
+    from bench import measured as kernels
     from bench.timing import attempt, free_memory
-
-    from lab.papers import runs
 
     def measured(cell: Cell) -> dict[str, Any] | None:
         what = f"{cell.experiment}: {cell.of.label}, {cell.case}"
-        metrics: dict[str, Any] | None = attempt(what, runs.measured, cell, rep_ms)
+        metrics: dict[str, Any] | None = attempt(what, kernels.measured, *cell.of[:3], cell.case, rep_ms)
         if metrics is None:
             try:
                 torch.cuda.synchronize()

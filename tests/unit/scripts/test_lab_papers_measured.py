@@ -26,7 +26,7 @@ def command() -> ModuleType:
 @pytest.fixture(scope="module")
 def runs() -> ModuleType:
     """Imported here: it imports Triton (see conftest)."""
-    return pytest.importorskip("lab.papers.runs")
+    return pytest.importorskip("bench.measured")
 
 
 @pytest.fixture(scope="module")
@@ -124,19 +124,18 @@ def test_every_cell_has_a_function_that_measures_it(name, runs, monkeypatch):
         called.append(function)
         return {"ms": 1.0}
 
-    for stand_in in ("grouped_absorb", "flashmla_tail", "FP8Cache", "default"):
+    for stand_in in ("grouped_absorb", "flashmla_tail"):
         monkeypatch.setattr(runs, stand_in, lambda *_, stand_in=stand_in: stand_in)
     parts = {part: part for part in ("naive", "all")}
     monkeypatch.setattr(
         runs, "our_parts", lambda case, dtype: {key: f"{value} {dtype}" for key, value in parts.items()}
     )
     monkeypatch.setattr(runs, "measure", measure)
-    monkeypatch.setattr(runs, "measure_ours", lambda case, *_: measure("FP8 rows", 1, None))
-    monkeypatch.setattr(
-        runs, "measure_rival", lambda rival, case, rep: measure(rival.make.__name__, rep, rival.work(case))
-    )
+    monkeypatch.setattr(runs, "measure_fp8_rows", lambda case, *_: measure("FP8 rows", 1, None))
+    for rival, of in RIVALS.items():
+        monkeypatch.setitem(runs.RIVALS, rival, of._replace(make=lambda case, rival=rival: rival))
     for cell in CELLS[name]:
-        assert runs.measured(cell, 20) == {"ms": 1.0}
+        assert runs.measured(*cell.of[:3], cell.case, 20) == {"ms": 1.0}
     expected = {
         FIGURE_3: {"flashmla_bf16", "flashmla_fp8", "flashinfer_mla", "typhoon_parts", "all bf16", "all fp8"},
         FIGURE_4: {"flashmla_bf16", "flashmla_tail", "naive bf16", "naive fp8"},
