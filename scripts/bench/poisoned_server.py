@@ -51,7 +51,8 @@ def poison_free_rows() -> None:
             buffer.flatten(1).view(torch.uint8)[rows] = POISON
 
     def free(self: Any, free_index: torch.Tensor) -> None:
-        if free_index.numel() and self.is_not_in_free_group:
+        # Inside a group rows are freed at its end. Before SGLang 0.5.23 the group is a list at any time.
+        if free_index.numel() and getattr(self, "is_not_in_free_group", self.free_group is None):
             poison(self, free_index)
         free_tokens(self, free_index)
 
