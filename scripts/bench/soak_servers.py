@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from bench.client import HYBRID
-from bench.server import ON_GPU, STOCK, free_port, running_server, work_folder
+from bench.server import ON_GPU, STOCK, free_port, started_server, work_folder
 
 WEIGHTS_FILE = "model.safetensors"
 # SGLang's own way to test retraction: every so many steps it takes requests back as if its cache were full.
@@ -48,10 +48,10 @@ SIZES = Sizes(65_536, 2048, 2.0, 64) if ON_GPU else Sizes(2048, 256, ON_CPU_GB, 
 
 
 def served(stack: ExitStack, name: str, arguments: list[str], console: Console, **more: Any) -> str:
-    """Run a server of the small model until the stack is closed, and return its URL; `more` as of `running_server`."""
+    """Run a server of the small model until the stack is closed, and return its URL; `more` as of `started_server`."""
     log = work_folder() / "logs" / f"{name}.log"
     arguments = ["--model-path", str(small_model(work_folder())), *arguments]
-    return stack.enter_context(running_server(arguments, free_port(), log, console, **more))
+    return stack.enter_context(started_server(arguments, free_port(), log, console, **more)).url()
 
 
 def pressed(backend: str) -> list[str]:

@@ -28,7 +28,7 @@ from scipy.stats import bootstrap
 
 from lab.accuracy.served import BASELINE, IMPLS, Impl, Query, Rows, Served, ServedLayer, attend
 from lab.training.batches import EOS_ID, Data
-from lab.training.chats import ROW_TOKENS, dictionary_cases, lookup_cases, make_table
+from lab.training.chats import dictionary_cases, lookup_cases
 from lab.training.examination import LOOKUP_TOKENS, windows
 from sglang_mla_ext.kernels.reference.attention import errors
 
@@ -126,19 +126,13 @@ def cut(index: int, document: list[int]) -> Iterator[Window]:
 
 
 def lookup_prompts(data: Data, length: int, plan: Plan) -> list[Prompt]:
-    """The examination's prompts (see examination.py), each with several questions about its table.
-
-    Raises:
-        RuntimeError: the tables are not those of chats.lookup_cases, which has changed.
-    """
+    """The examination's prompts (see examination.py), each with several questions about its table."""
     tokens, material, found = LOOKUP_TOKENS[length], data.material(held_out=True), []
     cases = lookup_cases(material, plan.lengths[length], tokens, lambda text: len(data.encode(text)), plan.seed)
     for index, case in enumerate(cases):
         system = case.prompt.rpartition(USER)[0]
-        # As there: a case draws its table first.
-        table = make_table(random.Random(f"{plan.seed}/{tokens}/{index}"), material, max(4, tokens // 4 // ROW_TOKENS))
-        if any(line not in system for line in table.lines()):
-            raise RuntimeError("chats.lookup_cases draws other tables than this study expects")
+        table = case.table
+        assert table is not None
         rng = random.Random(f"{plan.seed}/{tokens}/{index}/questions")
         questions = [
             Question(

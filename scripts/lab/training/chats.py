@@ -48,6 +48,7 @@ class Case(NamedTuple):
 
     prompt: str
     accepted: tuple[str, ...]
+    table: Table | None = None  # of a look-up
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def lookup_cases(material: Material, count: int, tokens: int, length: Callable[[
             if excess <= 0 or prose == 0:
                 break
             prose = max(0, prose - excess - 4)
-        cases.append(Case(prompt, (table.facts[name],)))
+        cases.append(Case(prompt, (table.facts[name],), table))
     return cases
 
 
