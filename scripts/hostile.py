@@ -76,15 +76,9 @@ def main(
 
     with contextlib.ExitStack() as stack:
         try:
-            urls = [
-                served(
-                    stack,
-                    f"hostile-{name}",
-                    ["--attention-backend", *flags, "--max-total-tokens", str(CACHE_TOKENS)],
-                    console,
-                )
-                for name, flags in (("ours", [HYBRID]), ("stock", shlex.split(against)))
-            ]
+            arguments = ["--max-total-tokens", str(CACHE_TOKENS), "--attention-backend"]
+            backends = {"ours": [HYBRID], "stock": shlex.split(against)}
+            urls = (served(stack, f"hostile-{name}", arguments + of, console) for name, of in backends.items())
             good = asyncio.run(play_all(*urls))
         except (ServerFailedError, requests.RequestException) as error:
             console.print(str(error), style="red", markup=False, highlight=False)

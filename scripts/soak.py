@@ -91,7 +91,7 @@ def main(
         outcome, excluded = Outcome(), "stopped before its end"
 
         async def play() -> None:
-            """Phase after phase, until there are enough requests, the time is over, or the server died."""
+            """Play phase after phase, until there are enough requests, the time is over, or the server died."""
             nonlocal outcome
             async with StockAnswers(stock_url, at_least=LIMITS.answer[1] + 1) as stock:
                 soak = Soak(tried, stock, weights, at_a_time=AT_A_TIME, sleeps=sleeps, tolerance=TOLERANCE)

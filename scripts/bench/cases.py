@@ -35,12 +35,12 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """`[batch]`: tokens of each row."""
+        """Tokens of each row, `[batch]`."""
         return [self.prefix + self.tail] * self.batch
 
     @property
     def tail_lengths(self) -> list[int]:
-        """`[batch]`: tokens of each row outside of a shared prefix, all tokens of a row alone."""
+        """Tokens of each row outside of a shared prefix, `[batch]`; all tokens of a row alone."""
         return [self.tail] * sum(self.sizes) + [self.prefix + self.tail] * self.alone
 
     @property

@@ -28,7 +28,7 @@ class DecodeCase(Case):
 
     @property
     def lengths(self) -> list[int]:
-        """`[batch]`: tokens of each row, if they differ evenly spaced in their logarithm, in a mixed order."""
+        """Tokens of each row, `[batch]`; if they differ, evenly spaced in their logarithm, in a mixed order."""
         if not self.longest:
             return super().lengths
         tokens = np.geomspace(self.tail, self.longest, self.batch).round().astype(int)

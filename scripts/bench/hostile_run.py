@@ -43,7 +43,8 @@ class Played:
 
 @dataclass
 class Verdicts:
-    """
+    """Effects of an attack on a server with hybrid_mla, beside the stock server's.
+
     Attributes:
         seconds, stock_seconds: medians; None where it is not timed.
         seconds_of_turns: ours, then the stock server's.
@@ -117,7 +118,8 @@ async def verdicts(attack: Attack, ours: str, stock: str, answers: StockAnswers)
 
 
 async def play(url: str, attack: Attack, *, reads_status: bool) -> Played:
-    """
+    """Send an attack to a server, and read what comes back.
+
     Args:
         reads_status: whether to read its status page meanwhile, which disturbs timings.
     """

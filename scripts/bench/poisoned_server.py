@@ -19,7 +19,7 @@ POISON = 0xFF
 
 
 def poison_new_memory() -> None:
-    """Every floating-point tensor that is made without a value is NaN."""
+    """Fill every floating-point tensor that is made without a value with NaN."""
     import torch
 
     with torch.device("cpu"):
@@ -39,7 +39,7 @@ def poison_new_memory() -> None:
 
 
 def poison_free_rows() -> None:
-    """Rows of the KV cache are NaN from the moment in which they are free, as at the start."""
+    """Fill rows of the KV cache with NaN in the moment in which they become free."""
     import torch
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator

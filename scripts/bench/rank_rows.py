@@ -28,7 +28,7 @@ HELD = {None: "alone", "off": "alone", "peers": "sharded by stores"}
 
 
 class Case(NamedTuple):
-    """What records have in common that are compared."""
+    """Conditions that records have in common which are compared."""
 
     model: str
     rank: str

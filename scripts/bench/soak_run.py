@@ -95,7 +95,8 @@ class Outcome:
 
 
 class Soak:
-    """
+    """Traffic against one server, and its outcome.
+
     Args:
         url: of the server that is tried; it says by `weight_version` "first" or "second" which weights it has.
         stock: gives the answers that it should give.
@@ -208,7 +209,7 @@ class Soak:
             self.outcome.left += 1
 
     async def _update(self, client: aiohttp.ClientSession) -> None:
-        """An idle server to the other weights; SGLang holds back the requests that come meanwhile.
+        """Update an idle server to the other weights; SGLang holds back the requests that come meanwhile.
 
         Idle, because SGLang 0.5.17 may still hold a request whose answer it has given; its scheduler then ends, as it
         cannot flush the cache. Nor may anybody leave meanwhile, which has the same end.
@@ -232,7 +233,7 @@ class Soak:
         self.outcome.actions["sleeps"] += 1
 
     async def _flush_at_work(self, client: aiohttp.ClientSession) -> None:
-        """SGLang refuses where it is not idle."""
+        """Flush the cache, which SGLang refuses where it is not idle."""
         try:
             await post(client, f"{self.url}/flush_cache", {})
             self.outcome.actions["flushes"] += 1

@@ -63,7 +63,7 @@ class Limits:
     prompt: int = 600
 
     def times(self, factor: int) -> Limits:
-        """Prompts so many times as long; answers as they are."""
+        """Return limits with prompts so many times as long; answers stay as they are."""
         longer = {
             name: (getattr(self, name)[0] * factor, getattr(self, name)[1] * factor)
             for name in ("root", "long_root", "branch", "own")
@@ -110,7 +110,8 @@ Tree = list[tuple[int, ...]]
 
 
 class Traffic:
-    """
+    """Draw traffic, phase by phase.
+
     Args:
         vocabulary: `[tokens]` the ids that texts are drawn from.
         seed: of everything.
@@ -136,8 +137,8 @@ class Traffic:
         self._phases = 0
 
     def phase(self, requests: int) -> Iterator[Request | Action]:
-        """So many requests, and one of each action among them. In every second phase nobody asks for log-probabilities,
-        since SGLang mixes new tokens with running requests only where none of them does."""
+        """Yield so many requests, and one of each action among them. In every second phase nobody asks for
+        log-probabilities, since SGLang mixes new tokens with running requests only where none of them does."""
         self._phases += 1
         at = dict(zip(self._rng.permutation(np.arange(1, max(requests, 4)))[:3].tolist(), Action, strict=True))
         wave = 0
@@ -177,7 +178,7 @@ class Traffic:
         return Chat(ids, self._between(self._limits.long_answer if long else self._limits.answer), salt, shape)
 
     def _grow(self) -> None:
-        """Now and then a tree gets a branch, or gives way to another one."""
+        """Give a tree a branch, or another one its place, now and then."""
         chance, which = self._rng.random(), int(self._rng.integers(len(self._trees)))
         if chance < 0.02:
             self._trees[which] = self._new_tree()

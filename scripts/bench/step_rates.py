@@ -101,7 +101,7 @@ def records_of(gpu: Gpu, path: Path) -> list[dict[str, Any]]:
 
 
 def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`macs_per_s` and `product_s` with which the products of a step take what they took, on models of two widths."""
+    """Fit `macs_per_s` and `product_s` to the products of a step, on models of two widths."""
     measured = np.array([seconds_of(record, is_dense) / record["steps"] for record in watched])
     nothing = {"launches_s": 0, "row_s": 0}
     attention = {"padding": 1, **{mode.value: nothing for mode in Mode}}
@@ -127,7 +127,7 @@ def model_of_case(gpu: Gpu, case: Mapping[str, Any]) -> Deployment:
 
 
 def of_launches(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`layer_s` and `step_s`: medians over the records of our backend; SGLang's copies the query twice a layer.
+    """Fit `layer_s` and `step_s`: medians over the records of our backend; SGLang's copies the query twice a layer.
 
     Kernels that run at least once a layer are the layers', others the step's.
     """
@@ -169,7 +169,7 @@ def is_fitted(record: Mapping[str, Any]) -> bool:
 
 
 def of_experts(gpu: Gpu, whole: Iterable[Mapping[str, Any]]) -> float:
-    """`experts_s`: what steps take longer than predicted, for each layer with experts, the median.
+    """Fit `experts_s`: what steps take longer than predicted, for each layer with experts, the median.
 
     Args:
         gpu: with all other constants, and none of experts.
@@ -183,7 +183,7 @@ def of_experts(gpu: Gpu, whole: Iterable[Mapping[str, Any]]) -> float:
 
 
 def of_attention(gpu: Gpu, checked: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """`padding`, and `launches_s` and `row_s` of each mode, neither below 0, with the least square of the relative
+    """Fit `padding`, and `launches_s` and `row_s` of each mode, neither below 0, by the least square of the relative
     errors: absorb's for the padding, then each mode's."""
     some = [record for record in checked if record["case"]["batch"] >= FEWEST_REQUESTS]
     full = [record for record in some if record["case"]["batch"] >= FILLING_REQUESTS]

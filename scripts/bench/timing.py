@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -13,17 +12,6 @@ from triton.testing import do_bench
 
 BATCH_MS = 10  # of calls back to back per batch; long compared with the host's wait after it
 FEWEST_CALLS = 5  # that a median is of, however long a call takes
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A CUDA graph, and the captured function, whose tensors must live as long."""
-
-    graph: torch.cuda.CUDAGraph
-    function: Callable[[], Any]
-
-    def __call__(self) -> None:
-        self.graph.replay()
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -38,7 +26,11 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
     except RuntimeError as error:
         print(f"no CUDA graph, timed without: {str(error)[:300]}", flush=True)
         return function
-    return Captured(graph, function)
+
+    def replay(kept: Callable[[], Any] = function) -> None:  # whose tensors must live as long as the graph
+        graph.replay()
+
+    return replay
 
 
 def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:

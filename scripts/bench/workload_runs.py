@@ -181,7 +181,7 @@ def record_run(out: Path, run: Run, server: dict[str, Any]) -> None:
 
 
 def impl_and_case(backend: str, workload: Workload, server: dict[str, Any]) -> dict[str, Any]:
-    """Whose a record is, and of what; `server` as of `record_run`."""
+    """Return whose a record is, and of what; `server` as of `record_run`."""
     attention, *flags = shlex.split(backend)
     case: dict[str, Any] = {
         "prefix": workload.longest_prefix,
@@ -230,7 +230,7 @@ def record_profile(out: Path, backend: str, workload: Workload, profile: Profile
 
 
 def describe_run(run: Run) -> str:
-    """One line for the console."""
+    """Return one line for the console."""
     measured = run.timings
     steady = f" ({measured.steady_tok_s:,.0f} while others wait)" if measured.steady_tok_s else ""
     if measured.decode_itl_ms:

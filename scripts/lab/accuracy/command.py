@@ -49,7 +49,7 @@ def served_model(weights: Path, device: str, outliers: bool) -> Served:
 
 
 def lengths_of(texts: Iterable[str], prompts: int = 50) -> dict[int, int]:
-    """`TOKENS` or `TOKENS:PROMPTS` -> prompts by length.
+    """Read `TOKENS` or `TOKENS:PROMPTS`; return prompts by length.
 
     Raises:
         typer.BadParameter: a text is not of this form.

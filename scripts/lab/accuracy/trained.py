@@ -146,7 +146,7 @@ def lookup_prompts(data: Data, length: int, plan: Plan) -> list[Prompt]:
 
 
 def dictionary_prompts(data: Data, plan: Plan) -> list[Prompt]:
-    """One question each."""
+    """Return prompts with one question each."""
     found = []
     for case in (case for cases in dictionary_cases(data.words, plan.cases, plan.seed).values() for case in cases):
         system, mark, question = case.prompt.rpartition(USER)

@@ -144,7 +144,7 @@ class Batches(Dataset):
         return self.join(documents, context, most)
 
     def join(self, documents: list[list[np.ndarray]], context: int, most: int) -> Batch:
-        """One flat batch; `starts` has the same length in every batch."""
+        """Make one flat batch; `starts` has the same length in every batch."""
         tokens = np.concatenate([tokens for tokens, _ in documents])
         weights = np.concatenate([np.append(weight[1:], np.float32(0)) for _, weight in documents])
         sizes = [len(tokens) for tokens, _ in documents]

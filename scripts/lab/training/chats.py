@@ -160,7 +160,7 @@ def make_table(rng: random.Random, material: Material, rows: int) -> Table:
 
 
 def system_with_table(rng: random.Random, material: Material, table: Table, prose_tokens: int, short: bool) -> str:
-    """An instruction, then the table in one to three pieces among passages of prose."""
+    """Write an instruction, then the table in one to three pieces among passages of prose."""
     lines = table.lines()
     cuts = sorted(rng.randrange(len(lines) + 1) for _ in range(rng.randrange(3) if prose_tokens else 0))
     pieces = [lines[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(lines)], strict=True)]

@@ -71,7 +71,7 @@ class Experts(nn.Module):
         return weights / weights.sum(-1, keepdim=True) * self.scale
 
     def stacked(self, name: str, dim: int) -> Tensor:
-        """One matrix of all experts."""
+        """Return one matrix of all experts."""
         return torch.cat([getattr(expert, name).weight for expert in self.experts], dim=dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Draft(nn.Module):
         self.shared_head.norm.weight.data.copy_(0.5 * final_norm.float().cpu())
 
     def forward(self, embedded: Tensor, hidden: Tensor, packed: Packed, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step of the draft for every position at once.
+        """Run one step of the draft for every position at once.
 
         Args:
             embedded: `[tokens, hidden]`, row i of token i+s in step s; what the last rows of a document have does not

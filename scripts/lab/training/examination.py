@@ -66,7 +66,7 @@ def accuracy(logits: Logits, data: Data, cases: Sequence[Case]) -> float:
 
 
 def examine(logits: Logits, data: Data, count: int = 200, seed: int = 1) -> dict[str, float]:
-    """All figures, of `count` cases of each kind."""
+    """Return all figures, of `count` cases of each kind."""
     figures = perplexity(logits, data)
     by_kind = {kind: accuracy(logits, data, cases) for kind, cases in dictionary_cases(data.words, count, seed).items()}
     figures |= {f"dictionary_acc_{kind}": value for kind, value in by_kind.items()}

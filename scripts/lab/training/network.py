@@ -83,7 +83,7 @@ def yarn_frequencies(config: dict[str, Any]) -> Tensor:
 
 
 def softmax_scale(config: dict[str, Any]) -> float:
-    """1 / sqrt(dim), times what YaRN adds for a longer context."""
+    """Return 1 / sqrt(dim), times what YaRN adds for a longer context."""
     scaling = config["rope_scaling"]
     mscale = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
     return (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5 * mscale * mscale

@@ -33,7 +33,7 @@ CODAS = ["", "", "l", "m", "n", "r", "s", "t", "x", "nd", "rk"]
 
 
 def documents(folder: Path) -> Iterator[Document]:
-    """All prose, package by package; repeated paragraphs are left out."""
+    """Yield all prose, package by package; repeated paragraphs are left out."""
     seen: set[bytes] = set()
     yield from sources.novels(folder)
     yield from sources.glosses(folder)
@@ -56,7 +56,7 @@ def documents(folder: Path) -> Iterator[Document]:
 
 
 def is_held_out(document: Document) -> bool:
-    """One page in `HELD_OUT_ONE_IN`, by its name; of the few chapters of the novels, one in ten."""
+    """Choose one page in `HELD_OUT_ONE_IN`, by its name; of the few chapters of the novels, one in ten."""
     one_in = 10 if document.source == sources.NOVELS[0] else HELD_OUT_ONE_IN
     if document.source == sources.WORDNET[0]:
         return False  # the dictionary is examined on words that the training has seen
