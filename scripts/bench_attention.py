@@ -18,14 +18,13 @@ from typing import Annotated
 import torch
 import typer
 from bench.cases import Case, parse_groups
-from bench.ceilings import measure_ceilings
 from bench.measured import measured
 from bench.records import Report
 from bench.rivals import RIVALS
 from bench.shared import DTYPES, floor_ms
 from bench.tables import table
 from bench.timing import COLUMNS as TIMES
-from bench.timing import attempt, free_memory
+from bench.timing import attempt, free_memory, measure_ceilings
 
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 

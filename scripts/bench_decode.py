@@ -17,14 +17,13 @@ from typing import Annotated
 
 import torch
 import typer
-from bench.ceilings import measure_ceilings
 from bench.decode import STOCK, floor_ms, parse_case
 from bench.measured import measured
 from bench.records import Report
 from bench.rivals import RIVALS
 from bench.tables import table
 from bench.timing import COLUMNS as TIMES
-from bench.timing import attempt, free_memory
+from bench.timing import attempt, free_memory, measure_ceilings
 
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 

@@ -10,8 +10,7 @@ import torch
 import typer
 
 from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
-from bench.ceilings import Ceilings
-from bench.timing import captured, measure, time_ms
+from bench.timing import Ceilings, captured, measure, time_ms
 from sglang_mla_ext.kernels.dispatch import append_rows, make_absorb_fp8
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 

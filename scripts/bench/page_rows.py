@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from statistics import median
 from typing import Any
 
 from bench.rank_rows import middle
 from bench.recipes import OUTCOMES, Row, recipes, rows
-from bench.records import Record
+from bench.records import Record, latest
 from sglang_mla_ext.adapter.launch.tested_configurations import MOST_RANKS, SERVER
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.options import HybridMLAOptions
@@ -16,6 +17,9 @@ from sglang_mla_ext.options import HybridMLAOptions
 OURS = "hybrid_mla"
 RANKS = {"TP 8": 8, "TP 16": 16, "DP attention": 1}
 MEMORY_OF = ("deepseek-v3", "kimi-k2", "kimi-k3", "longcat-flash", "glm-4.7-flash")
+
+USUAL_INTERVAL = 1000
+"""Steps from one shadow check to the next."""
 
 Key = tuple[Any, ...]
 
@@ -76,3 +80,32 @@ def recipes_by_outcome(records: object) -> Iterator[Row]:
     for (expected, run, notes), of in found.items():
         links = ", ".join(f"[{one['name']}]({one['source']})" for one in of)
         yield {"links": links, "expected": expected, "run": run or "–", "notes": notes or "–", "records": []}
+
+
+def shadow_cost(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Yield a decode step with and without checks, medians over the rounds of the newest run, and the cost that follows
+    for the usual interval from what the number that every merge reads costs (records of `watch`)."""
+    records = list(records)
+    steps = [record for record in records if record["file"] == "shadow"]
+    merges = latest((record for record in records if record["file"] == "watch"), "heads", "requests")
+
+    def step_ms(case: dict[str, Any], of: Record) -> float:
+        return median(one["step_ms"] for one in steps if one["case"] == case and one["commit"] == of["commit"])
+
+    for (*_, interval), record in latest(steps, "heads", "layers", "prompt", "concurrency", "verify_interval").items():
+        if not interval:
+            continue
+        case = record["case"]
+        plain = step_ms({name: value for name, value in case.items() if name != "verify_interval"}, record)
+        checked, usual = step_ms(case, record), None
+        if merge := merges.get((record["impl"], case["heads"], case["concurrency"])):
+            of_reading = merge["difference_us"] * case["layers"] / (plain * 1e3)  # in every step, checked or not
+            usual = (checked / plain - 1 - of_reading) * interval / USUAL_INTERVAL + of_reading
+        yield {
+            **case,
+            "plain": plain,
+            "checked": checked,
+            "cost": checked / plain - 1,
+            "usual": usual,
+            "records": [record],
+        }

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from bench.cases import DN, DR, DV, LATENT, SCALE, Case
-from bench.ceilings import Ceilings
 from bench.rivals import flashmla_tail
+from bench.timing import Ceilings
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.tiles import Tile
