@@ -8,7 +8,7 @@ from bench.cases import Case
 from bench.decode import measure_fp8_rows
 from bench.grouped import grouped_absorb
 from bench.rivals import RIVALS, flashmla_tail
-from bench.shared import our_parts, our_work, tail_work
+from bench.shared import our_part, our_work, tail_work
 from bench.timing import measure
 
 
@@ -27,5 +27,5 @@ def measured(impl: str, part: str, dtype: str, case: Case, rep_ms: int) -> dict[
     if impl in RIVALS:
         return measure(RIVALS[impl].make(case), rep_ms, RIVALS[impl].work(case))
     if case.sizes:
-        return measure(our_parts(case, dtype)[part], rep_ms, our_work(case, dtype)[part])
+        return measure(our_part(case, dtype, part), rep_ms, our_work(case, dtype)[part])
     return measure_fp8_rows(case, rep_ms)

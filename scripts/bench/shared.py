@@ -35,7 +35,7 @@ def tail_work(case: Case) -> tuple[int, int]:
 
 
 def our_work(case: Case, dtype: str) -> dict[str, tuple[int, int]]:
-    """Operations and bytes of keys and values of each of `our_parts`; the tails are BF16."""
+    """Operations and bytes of keys and values of each part, as of `our_part`; the tails are BF16."""
     naive, tail = (case.shared_flops, shared_bytes(case, dtype)), tail_work(case)
     both = naive[0] + tail[0], naive[1] + tail[1]
     return {"naive": naive, "all": both}
@@ -101,18 +101,18 @@ def shared_attention(
     return attention, run
 
 
-def our_parts(case: Case, dtype: str, tile: Tile | None = None) -> dict[str, Callable[[], Any]]:
-    """Return what is timed of our kernels: `naive` is the shared part; `all` is FlashMLA over the tails, the shared
-    part, and the merge."""
+def our_part(case: Case, dtype: str, part: str, tile: Tile | None = None) -> Callable[[], Any]:
+    """Return a call of our kernels: of the shared part (`naive`), or of `all`, which is FlashMLA over the tails, the
+    shared part, and the merge."""
     attention, run = shared_attention(case, dtype, tile)
-    tail_out = torch.randn(
-        case.batch, case.heads, DV, device="cuda", dtype=torch.bfloat16
-    )  # [B, H, dv], merged in place
+    if part == "naive":
+        return run
     tail = flashmla_tail(case)
+    out = torch.randn(case.batch, case.heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
 
     def run_all() -> None:
         _, lse = tail()  # [B, H, 1]
         run()
-        attention.merge(tail_out, lse.squeeze(-1), tail_out)
+        attention.merge(out, lse.squeeze(-1), out)
 
-    return {"naive": run, "all": run_all}
+    return run_all

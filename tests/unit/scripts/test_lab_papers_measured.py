@@ -126,10 +126,7 @@ def test_every_cell_has_a_function_that_measures_it(name, runs, monkeypatch):
 
     for stand_in in ("grouped_absorb", "flashmla_tail"):
         monkeypatch.setattr(runs, stand_in, lambda *_, stand_in=stand_in: stand_in)
-    parts = {part: part for part in ("naive", "all")}
-    monkeypatch.setattr(
-        runs, "our_parts", lambda case, dtype: {key: f"{value} {dtype}" for key, value in parts.items()}
-    )
+    monkeypatch.setattr(runs, "our_part", lambda case, dtype, part: f"{part} {dtype}")
     monkeypatch.setattr(runs, "measure", measure)
     monkeypatch.setattr(runs, "measure_fp8_rows", lambda case, *_: measure("FP8 rows", 1, None))
     for rival, of in RIVALS.items():
