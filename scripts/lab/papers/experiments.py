@@ -1,7 +1,7 @@
 """The papers' experiments that need kernels only: their cases, and what is timed on each.
 
-Data alone; bench/measured.py measures it, claims.py compares it. What a paper does not print (a batch, a length) is chosen here
-and said beside the choice.
+Data alone; bench/measured.py measures it, claims.py compares it. What a paper does not print (a batch, a length) is
+chosen here and said beside the choice.
 """
 
 from __future__ import annotations
