@@ -15,8 +15,10 @@ together with it.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,27 +96,23 @@ def prose_windows(data: Data, most: int, seed: int) -> list[Window]:
     rng, prose = random.Random(f"{seed}/prose"), data.held_out
     order = list(range(len(prose)))
     rng.shuffle(order)
-    left = {index: cut(index, prose.document(index).tolist()) for index in order}
+    cuts = (cut(index, prose.document(index).tolist()) for index in order)
     found: list[Window] = []
     scored = 0
-    while left and scored < most:
-        for index in list(left):
-            window = next(left[index], None)
-            if window is None:
-                del left[index]
-            elif scored < most:
-                found.append(window)
-                scored += len(window.tokens) - 1
+    for window in filter(None, chain.from_iterable(zip_longest(*cuts))):
+        if scored >= most:
+            break
+        found.append(window)
+        scored += len(window.tokens) - 1
     return found
 
 
 def places_of(found: Sequence[Window]) -> tuple[dict[int, int], np.ndarray]:
     """The documents of windows, each with its place in arrays; and `[documents]` tokens of each that are scored."""
-    places = {document: place for place, document in enumerate(dict.fromkeys(window.document for window in found))}
-    counts = np.zeros(len(places))
+    counts: Counter[int] = Counter()
     for window in found:
-        counts[places[window.document]] += len(window.tokens) - 1
-    return places, counts
+        counts[window.document] += len(window.tokens) - 1
+    return {document: place for place, document in enumerate(counts)}, np.array([*counts.values()], dtype=float)
 
 
 def cut(index: int, document: list[int]) -> Iterator[Window]:
