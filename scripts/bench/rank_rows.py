@@ -11,7 +11,7 @@ from demo_model.rank import ALL_LAYERS, K3_MLA, MODELS
 
 from bench import rank_predictions
 from bench.rank_loads import AGENTS
-from bench.rank_predictions import FP8, FP8_PREFIX, OURS, named, named_memory, transient_tokens, storage
+from bench.rank_predictions import FP8, FP8_PREFIX, OURS, named, named_memory, storage, transient_tokens
 from bench.records import Record
 
 MOST_REQUESTS = 256
