@@ -4,28 +4,27 @@
     python scripts/bench_attention.py --prefix 7069 --groups 8x16 --groups 200+56x1
 
 Every line of the output is one measurement: the median time of a CUDA graph of one call, L2 flushed before each.
-DeepSeek-V3's dimensions. Parts: `naive` is the shared part alone, `merge` the merge alone, `all` both and FlashMLA over
-the private tails, `all_two_streams` the same with the shared part and FlashMLA side by side, `grouped_absorb` prefixes
-and tails by grouped absorb; the products with `w_kc` and `w_vc` are left out everywhere.
+DeepSeek-V3's dimensions. Parts: `naive` is the shared part alone, `all` it, the merge, and FlashMLA over the private
+tails, `grouped_absorb` prefixes and tails by grouped absorb; the products with `w_kc` and `w_vc` are left out
+everywhere. `floor_ms` is the shared part's, also for `all`.
 """
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from bench.cases import DR, LATENT, PAGE_TOKENS, Case, page_table, parse_groups
-from bench.ceilings import Ceilings, measure_ceilings
-from bench.grouped import grouped_absorb
+from bench.cases import Case, parse_groups
+from bench.measured import measured
 from bench.records import Report
 from bench.rivals import RIVALS
-from bench.shared import DTYPES, floor_ms, our_parts, our_work
+from bench.shared import DTYPES, floor_ms
 from bench.tables import table
 from bench.timing import COLUMNS as TIMES
-from bench.timing import attempt, free_memory, measure, measure_rival
+from bench.timing import attempt, free_memory, measure_ceilings
 
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 
@@ -38,29 +37,6 @@ DEFAULT_GRID = [  # prefix, heads, batches
 ]
 CASE = {name: f"{{{name}}}" for name in ("heads", "prefix", "batch", "spec", "dtype", "impl", "part")}
 COLUMNS = CASE | TIMES
-
-
-def measure_ours(case: Case, dtype: str, ceilings: Ceilings, rep_ms: int) -> list[tuple[str, dict[str, Any] | None]]:
-    """Each part and its metrics, None where it failed. `floor_ms` is the shared part's, also for `all`."""
-    name = f"hybrid_mla {dtype}"
-    work = our_work(case, dtype)
-    parts = attempt(name, our_parts, case, dtype) or {}
-    if dtype == "bf16" and case.heads in STACKED_HEADS:
-        if function := attempt(f"{name} grouped_absorb", grouped_absorb, case):
-            parts["grouped_absorb"] = function
-        lengths = [case.prefix + case.tail] * case.batch
-        pages = page_table(lengths, case.sizes, case.prefix // PAGE_TOKENS)[1]
-        work["grouped_absorb"] = case.latent_flops(lengths), pages * PAGE_TOKENS * (LATENT + DR) * 2
-    measured = []
-    for part, of_part in work.items():
-        metrics = None
-        if part in parts:
-            metrics = attempt(f"{name} {part}", measure, parts[part], rep_ms, of_part)
-        if metrics and of_part and part != "grouped_absorb":
-            floor = floor_ms(case, dtype, ceilings)
-            metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
-        measured.append((part, metrics))
-    return measured
 
 
 def cases_of(
@@ -96,19 +72,22 @@ def main(
         raise typer.BadParameter("needs a GPU")
     ceilings = measure_ceilings(rep_ms)
     free_memory()
-    report = Report("attention", out)
-    failed = False
+    report, failed = Report("attention", out), False
     for case in cases:
         print(case, flush=True)
-        for name, rival in RIVALS.items() if rivals else ():
-            if not (rival.one_group and case.spec):
-                metrics = attempt(name, measure_rival, rival, case, rep_ms)
-                report.add(name, case.fields(rival.dtype), metrics, part=rival.part)
-                free_memory()
-        for stored in dict.fromkeys(dtype or DTYPES):
-            for part, metrics in measure_ours(case, stored, ceilings, rep_ms):
-                report.add("hybrid_mla", case.fields(stored), metrics, part=part)
-                failed |= metrics is None
+        asked = [(name, "all", of.dtype) for name, of in RIVALS.items() if rivals and not (of.one_group and case.spec)]
+        asked += [
+            ("hybrid_mla", part, stored) for stored in dict.fromkeys(dtype or DTYPES) for part in ("naive", "all")
+        ]
+        if case.heads in STACKED_HEADS and "bf16" in (dtype or DTYPES):
+            asked.append(("hybrid_mla", "grouped_absorb", "bf16"))
+        for impl, part, stored in asked:
+            metrics = attempt(f"{impl} {part} {stored}", measured, impl, part, stored, case, rep_ms)
+            if metrics and impl == "hybrid_mla" and part != "grouped_absorb":
+                floor = floor_ms(case, stored, ceilings)
+                metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
+            failed |= metrics is None and impl == "hybrid_mla"
+            report.add(impl, case.fields(stored), metrics, part=part)
             free_memory()
     print(f"attention over shared prefixes, {torch.cuda.get_device_name()}: {ceilings}")
     print(table(COLUMNS, report.rows))

@@ -17,14 +17,13 @@ from typing import Annotated
 
 import torch
 import typer
-from bench.ceilings import measure_ceilings
-from bench.decode import STOCK, FP8Cache, default, floor_ms, measure_ours, parse_case
-from bench.grouped import grouped_absorb
+from bench.decode import STOCK, floor_ms, parse_case
+from bench.measured import measured
 from bench.records import Report
 from bench.rivals import RIVALS
 from bench.tables import table
 from bench.timing import COLUMNS as TIMES
-from bench.timing import attempt, free_memory, measure, measure_rival
+from bench.timing import attempt, free_memory, measure_ceilings
 
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 
@@ -49,29 +48,19 @@ def main(
         raise typer.BadParameter("needs a GPU")
     ceilings = measure_ceilings(rep_ms)
     free_memory()
-    report = Report("attention", out)
-    failed = False
+    report, failed = Report("attention", out), False
     for of in cases:
         print(of, flush=True)
-        for name in STOCK:
-            rival = RIVALS[name]
-            report.add(name, of.fields(rival.dtype), attempt(name, measure_rival, rival, of, rep_ms), part="all")
+        stacked = ["hybrid_mla_bf16"] if of.heads in STACKED_HEADS else []
+        for name in (*STOCK, *stacked, "hybrid_mla"):
+            dtype = RIVALS[name].dtype if name in RIVALS else "bf16" if name in stacked else "fp8"
+            metrics = attempt(name, measured, name, "all", dtype, of, rep_ms)
+            if metrics and name == "hybrid_mla":
+                floor = floor_ms(of, ceilings)
+                metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
+            failed |= metrics is None and name not in STOCK
+            report.add(name, of.fields(dtype), metrics, part="all")
             free_memory()
-        if of.heads in STACKED_HEADS:
-            in_pages = RIVALS["flashmla_bf16"].work(of)
-            metrics = attempt("hybrid_mla_bf16", lambda of=of, work=in_pages: measure(grouped_absorb(of), rep_ms, work))
-            failed |= metrics is None
-            report.add("hybrid_mla_bf16", of.fields("bf16"), metrics, part="all")
-            free_memory()
-        cache = FP8Cache(of)
-        metrics = attempt("hybrid_mla", measure_ours, of, cache, default(cache), rep_ms)
-        failed |= metrics is None
-        if metrics:
-            floor = floor_ms(of, ceilings)
-            metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
-        report.add("hybrid_mla", of.fields("fp8"), metrics, part="all")
-        del cache
-        free_memory()
     print(f"decode over private tokens, {torch.cuda.get_device_name()}: {ceilings}")
     print(table(COLUMNS, report.rows))
     if failed:

@@ -43,7 +43,7 @@ COLUMNS = {
 def exchanges(
     rank: int, ranks: int, heads: int, rows: int, device: torch.device, via: str
 ) -> dict[str, Callable[[], None]]:
-    """One layer of a rank: all of it, and the two all-to-alls alone."""
+    """Return calls of one layer of a rank: all of it, and the two all-to-alls alone."""
     exchange, receiving = dist.all_to_all_single, None
     if via == "peers":
         peers = Peers(dist.group.WORLD.group_name)
@@ -101,7 +101,7 @@ def seconds_a_layer(layer: Callable[[], None], layers: int, rounds: int, on_gpu:
 def run_rank(
     rank: int, ranks: int, port: int, heads: int, rows: list[int], layers: int, rounds: int, ways: list[str], out: Any
 ) -> None:
-    """One rank's process; the first one puts results into the queue."""
+    """Run one rank's process; the first one puts results into the queue."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -179,7 +179,7 @@ def main(
 
 
 def parse_case(text: str) -> tuple[str, int, int]:
-    """`decode:7069:128` as workload, prompt tokens and requests; raises typer.BadParameter."""
+    """Read `decode:7069:128` as workload, prompt tokens and requests; raises typer.BadParameter."""
     try:
         kind, prompt_tokens, requests = text.split(":")
         return kind, int(prompt_tokens), int(requests)

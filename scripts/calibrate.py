@@ -23,11 +23,10 @@ from typing import Annotated, Any
 import torch
 import typer
 from bench.calibration import calibrate
-from bench.exchange_rates import write_exchange
 from bench.plan_trees import plans_table
 from bench.planner_grid import check
 from bench.planner_verdicts import newest, report, verdicts
-from bench.rates_file import is_of, refit, starting_config
+from bench.rates_file import is_of, refit, starting_config, write_exchange
 from bench.records import read_records
 from bench.step_plans import check_plans
 

@@ -59,20 +59,8 @@ def main(
             raise typer.BadParameter(str(error)) from None
         print(f"{out}: {'written' if written else 'up to date'}")
         return
-    settings = Settings(
-        layers=layers or 2,
-        heads=heads,
-        hidden=hidden,
-        intermediate=intermediate,
-        q_lora_rank=q_lora_rank,
-        vocab=vocab,
-        max_positions=max_positions,
-        seed=seed,
-        config_only=config_only,
-        fp8_blocks=fp8_blocks,
-        nextn=nextn,
-        experts=experts,
-    )
+    sizes = layers or 2, heads, hidden, intermediate, q_lora_rank, vocab, max_positions
+    settings = Settings(*sizes, seed, config_only, fp8_blocks, nextn, experts)
     print(f"{out}: {'written' if make(out, settings) else 'up to date'}")
 
 

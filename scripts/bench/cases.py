@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +35,12 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """`[batch]`: tokens of each row."""
+        """Tokens of each row, `[batch]`."""
         return [self.prefix + self.tail] * self.batch
 
     @property
     def tail_lengths(self) -> list[int]:
-        """`[batch]`: tokens of each row outside of a shared prefix, all tokens of a row alone."""
+        """Tokens of each row outside of a shared prefix, `[batch]`; all tokens of a row alone."""
         return [self.tail] * sum(self.sizes) + [self.prefix + self.tail] * self.alone
 
     @property
@@ -98,10 +99,10 @@ def parse_groups(spec: str) -> tuple[tuple[int, ...], int]:
     """
     sizes: list[int] = []
     for term in spec.split("+"):
-        count, times, size = term.rpartition("x")
-        if not size.isdecimal() or (times and not count.isdecimal()) or int(size) == 0 or (times and int(count) == 0):
+        match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", term)
+        if match is None:
             raise ValueError(f"groups must be like 8x16 or 200+56x1, not {spec!r}")
-        sizes += [int(size)] * (int(count) if times else 1)
+        sizes += [int(match[2])] * int(match[1] or 1)
     groups = tuple(size for size in sizes if size > 1)
     if not groups:
         raise ValueError(f"{spec!r} has no group of two rows or more")

@@ -1,8 +1,7 @@
-"""Decode attention over private tokens in the FP8 cache: cases, a random cache, and our kernels on it."""
+"""Decode attention over private tokens in the FP8 cache: cases, their floor, and our kernels on a random cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +10,13 @@ import torch
 import typer
 
 from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
-from bench.ceilings import Ceilings
-from bench.timing import captured, measure, time_ms
-from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8
+from bench.timing import Ceilings, captured, measure, time_ms
 from sglang_mla_ext.kernels.dispatch import append_rows, make_absorb_fp8
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 
 ROWS_AT_ONCE = 1 << 16
 LAYOUT = LatentRowLayout()
-FLASHMLA = ("flashmla_bf16", "flashmla_fp8")
-STOCK = (*FLASHMLA, "fa3_bf16")
+STOCK = ("flashmla_bf16", "flashmla_fp8", "fa3_bf16")
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class DecodeCase(Case):
 
     @property
     def lengths(self) -> list[int]:
-        """`[batch]`: tokens of each row, if they differ evenly spaced in their logarithm, in a mixed order."""
+        """Tokens of each row, `[batch]`; if they differ, evenly spaced in their logarithm, in a mixed order."""
         if not self.longest:
             return super().lengths
         tokens = np.geomspace(self.tail, self.longest, self.batch).round().astype(int)
@@ -66,47 +62,32 @@ def floor_ms(case: Case, ceilings: Ceilings) -> float:
     return max(memory, per_tflops * (2 * LATENT / ceilings.fp8_tflops + DR / ceilings.bf16_tflops))
 
 
-class FP8Cache:
-    """Random rows of a case in a pool, in pages in random order."""
+def measure_fp8_rows(case: Case, rep_ms: int) -> dict[str, Any]:
+    """Metrics of a layer's attention over random rows, in pages in random order, by the implementation that a server
+    chooses; and `prepare_ms` of a step's schedule, made once for all layers."""
+    pages, n_pages = page_table(case.lengths, (), 0)
+    order = 1 + torch.randperm(n_pages, device="cuda", dtype=torch.int32)
+    pool = torch.zeros((n_pages + 1) * PAGE_TOKENS, LAYOUT.row_bytes, dtype=torch.uint8, device="cuda")
+    for first in range(0, len(pool), ROWS_AT_ONCE):
+        slots = torch.arange(first, min(first + ROWS_AT_ONCE, len(pool)), device="cuda")
+        latent, rope = (torch.randn(len(slots), dim, device="cuda", dtype=torch.bfloat16) for dim in (LATENT, DR))
+        append_rows(latent, rope, slots, pool)
+    table = order[torch.tensor(pages, device="cuda")]
+    lens = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
 
-    def __init__(self, case: Case) -> None:
-        pages, n_pages = page_table(case.lengths, (), 0)
-        order = 1 + torch.randperm(n_pages, device="cuda", dtype=torch.int32)
-        self.pool = torch.zeros((n_pages + 1) * PAGE_TOKENS, LAYOUT.row_bytes, dtype=torch.uint8, device="cuda")
-        for first in range(0, len(self.pool), ROWS_AT_ONCE):
-            slots = torch.arange(first, min(first + ROWS_AT_ONCE, len(self.pool)), device="cuda")
-            latent, rope = (torch.randn(len(slots), dim, device="cuda", dtype=torch.bfloat16) for dim in (LATENT, DR))
-            append_rows(latent, rope, slots, self.pool)
-        self.table = order[torch.tensor(pages, device="cuda")]
-        self.lens = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
-
-
-def ours(case: Case, cache: FP8Cache, make: Callable[..., AbsorbFP8]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A layer's attention, and a step's schedule."""
-    absorb = make(max_requests=case.batch, heads=case.heads, query_tokens=case.s_q, device="cuda")
+    sizes = dict(max_requests=case.batch, heads=case.heads, query_tokens=case.s_q)
+    absorb = make_absorb_fp8(pool, dtype=torch.bfloat16, on_failure=print, **sizes)
     rows = case.batch * case.s_q
     query = torch.randn(rows, case.heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
     q_absorbed, q_rope = query.split([LATENT, DR], dim=-1)
     out, lse = absorb.output(rows, torch.bfloat16), torch.empty(rows, case.heads, device="cuda")
 
     def prepare() -> None:
-        absorb.begin_step(cache.lens, cache.table)
+        absorb.begin_step(lens, table)
+
+    def run() -> None:
+        absorb.run(q_absorbed, q_rope, pool, table, lens, SCALE, out, lse)
 
     prepare()
-    return lambda: absorb.run(q_absorbed, q_rope, cache.pool, cache.table, cache.lens, SCALE, out, lse), prepare
-
-
-def default(cache: FP8Cache) -> Callable[..., AbsorbFP8]:
-    """The implementation that a server chooses."""
-
-    def make(device: str, **sizes: Any) -> AbsorbFP8:
-        return make_absorb_fp8(cache.pool, dtype=torch.bfloat16, on_failure=print, **sizes)
-
-    return make
-
-
-def measure_ours(case: Case, cache: FP8Cache, make: Callable[..., AbsorbFP8], rep_ms: int) -> dict[str, Any]:
-    """Metrics of a layer's attention, and `prepare_ms` of a step's schedule, made once for all layers."""
-    run, prepare = ours(case, cache, make)
     work = case.latent_flops(case.lengths), sum(case.lengths) * LAYOUT.row_bytes
     return measure(run, rep_ms, work) | dict(prepare_ms=time_ms(captured(prepare), rep_ms))

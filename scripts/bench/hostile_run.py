@@ -1,4 +1,4 @@
-"""Send the attacks of `hostile_attacks.py` to a server; time them, and read what it shows meanwhile."""
+"""Send the attacks of `hostile_attacks.py` to two servers, and judge what they did to the one with hybrid_mla."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import aiohttp
 
-from bench.generate import RefusedError, answer_of, flush, post, session
+from bench.client import HYBRID
+from bench.generate import RefusedError, StockAnswers, answer_of, flush, post, session
 from bench.hostile_attacks import MARKERS, SALT_MARKER, Attack, traces
-from bench.soak_judge import Answer
+from bench.server import server_info
+from bench.soak_judge import FP32, Answer, Verdict, judge, same
+from bench.soak_run import left_bytes
 
 STATUS_PATH = "/hybrid_mla/status"
 SHOWN_PATHS = (STATUS_PATH, "/hybrid_mla")
@@ -25,25 +29,97 @@ class Played:
     """Outcome of an attack on one server.
 
     Attributes:
-        statuses: of HTTP, of each request in the order in which they were sent; 0 where the connection broke.
-        answers: the answer of each request; None where it was refused, or asked for no log-probabilities.
-        cached: for each request the tokens that were found in the cache.
+        replies: of each request in the order in which they were sent: the status of HTTP, 0 where the connection broke;
+            the answer, None where it was refused or asked for no log-probabilities; tokens found in the cache.
         most_holders: the most requests that were seen to hold one segment together.
         traces: of prompts or salts, in what the server shows.
-        reads: how often what it shows was read.
     """
 
     seconds: float = 0.0
-    statuses: list[int] = field(default_factory=list)
-    answers: list[Answer | None] = field(default_factory=list)
-    cached: list[int | None] = field(default_factory=list)
+    replies: list[tuple[int, Answer | None, int | None]] = field(default_factory=list)
     most_holders: int = 0
     traces: set[str] = field(default_factory=set)
-    reads: int = 0
+
+
+@dataclass
+class Verdicts:
+    """Effects of an attack on a server with hybrid_mla, beside the stock server's.
+
+    Attributes:
+        seconds, stock_seconds: medians; None where it is not timed.
+        seconds_of_turns: ours, then the stock server's.
+        slowdown: share of the stock backend's time that ours takes longer.
+        wrong: answers that are not the stock backend's; ties left out.
+        refused_otherwise: requests whose HTTP status is another than from the stock backend.
+        shared_across_salts: requests that found a text of another salt in the cache, or held a segment with another's.
+        traces: words, salts or token ids of prompts in what the server shows.
+        fallbacks: of hybrid_mla, by reason, since the attack began.
+        leaked_bytes: when the server was idle and flushed again.
+        deaths: 1 where a server answers no more.
+    """
+
+    seconds: float | None = None
+    stock_seconds: float | None = None
+    slowdown: float | None = None
+    wrong: int = 0
+    refused_otherwise: int = 0
+    shared_across_salts: int = 0
+    traces: list[str] = field(default_factory=list)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    leaked_bytes: int = 0
+    deaths: int = 0
+    seconds_of_turns: list[list[float]] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Return whether all is as with the stock server, but for the time, which other processes disturb."""
+        bad = self.wrong + self.refused_otherwise + self.shared_across_salts + len(self.traces)
+        return bad + self.leaked_bytes + self.deaths == 0
+
+
+async def attack_both(attack: Attack, ours: str, stock: str, answers: StockAnswers, turns: int) -> Verdicts:
+    """Time an attack on both servers, in turns; then play it once more, and look at ours meanwhile."""
+    seconds: dict[str, list[float]] = {ours: [], stock: []}
+    for turn in range(turns if attack.timed else 0):
+        for url in (ours, stock)[:: 1 if turn % 2 else -1]:
+            seconds[url].append((await play(url, attack, reads_status=False)).seconds)
+    found = await verdicts(attack, ours, stock, answers)
+    if attack.timed:
+        mine, theirs = (median(seconds[url]) for url in (ours, stock))
+        found.seconds, found.stock_seconds = round(mine, 2), round(theirs, 2)
+        found.slowdown = round(mine / theirs - 1, 3)
+        found.seconds_of_turns = [[round(each, 2) for each in of_server] for of_server in seconds.values()]
+    return found
+
+
+async def verdicts(attack: Attack, ours: str, stock: str, answers: StockAnswers) -> Verdicts:
+    """Play an attack to both servers, and look at ours meanwhile."""
+    before = server_info(ours)[HYBRID]["counters"]["fallbacks"]
+    mine, theirs = await play(ours, attack, reads_status=True), await play(stock, attack, reads_status=False)
+    found = Verdicts(traces=sorted(mine.traces))
+    contents = [content for wave in attack.waves for content in wave]
+    for content, (status, answer, _), (expected_status, expected, _) in zip(
+        contents, mine.replies, theirs.replies, strict=True
+    ):
+        found.refused_otherwise += status != expected_status
+        if answer is not None and expected is not None and not same(answer, expected, FP32):
+            verdict = await judge(tuple(content["input_ids"]), answer, answers, taken_back=False)
+            found.wrong += verdict is Verdict.WRONG
+    if attack.name == "salts":
+        # Each salt asks once in a wave: who shares then, shares with another salt.
+        found.shared_across_salts = sum(bool(cached) for _, _, cached in mine.replies[: len(attack.waves[0])])
+        found.shared_across_salts += mine.most_holders if mine.most_holders > 1 else 0
+    after = server_info(ours)[HYBRID]["counters"]["fallbacks"]
+    found.fallbacks = {reason: count - before.get(reason, 0) for reason, count in after.items()}
+    async with session() as client:
+        await flush(client, ours)
+    found.leaked_bytes = left_bytes(ours)
+    return found
 
 
 async def play(url: str, attack: Attack, *, reads_status: bool) -> Played:
-    """
+    """Send an attack to a server, and read what comes back.
+
     Args:
         reads_status: whether to read its status page meanwhile, which disturbs timings.
     """
@@ -53,10 +129,7 @@ async def play(url: str, attack: Attack, *, reads_status: bool) -> Played:
         watcher = asyncio.create_task(_read_again(client, url, played)) if reads_status else None
         begin = time.monotonic()
         for wave in attack.waves:
-            for status, answer, cached in await asyncio.gather(*(_ask(client, url, content) for content in wave)):
-                played.statuses.append(status)
-                played.answers.append(answer)
-                played.cached.append(cached)
+            played.replies += await asyncio.gather(*(_ask(client, url, content) for content in wave))
         played.seconds = time.monotonic() - begin
         if watcher is not None:
             watcher.cancel()
@@ -97,7 +170,6 @@ async def _read_shown(client: aiohttp.ClientSession, url: str, played: Played) -
             played.traces |= set(_lists_of_numbers(status))
             held = (segment["holders"] for rank in status["ranks"] for segment in rank["segments"])
             played.most_holders = max(played.most_holders, *held, 0)
-    played.reads += 1
 
 
 def _lists_of_numbers(shown: Any) -> list[str]:

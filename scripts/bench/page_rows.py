@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from statistics import median
 from typing import Any
 
-from demo_model.rank import ALL_LAYERS
-
-from bench.rank_rows import DIVIDED_NAMES, LOADS, MODEL_NAMES, STOCK_BACKENDS, measured_rate, middle
+from bench.rank_rows import middle
 from bench.recipes import OUTCOMES, Row, recipes, rows
-from bench.records import Record
+from bench.records import Record, latest
 from sglang_mla_ext.adapter.launch.tested_configurations import MOST_RANKS, SERVER
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.options import HybridMLAOptions
@@ -20,51 +18,10 @@ OURS = "hybrid_mla"
 RANKS = {"TP 8": 8, "TP 16": 16, "DP attention": 1}
 MEMORY_OF = ("deepseek-v3", "kimi-k2", "kimi-k3", "longcat-flash", "glm-4.7-flash")
 
+USUAL_INTERVAL = 1000
+"""Steps from one shadow check to the next."""
+
 Key = tuple[Any, ...]
-
-
-def newest_release(records: Iterable[Record], *, cases: Sequence[Sequence[Any]]) -> Iterator[Row]:
-    """Yield ours beside the fastest of SGLang's own backends, each case on the rank of most layers.
-
-    Args:
-        cases: model, load, drafts accepted, prompt, requests.
-    """
-    found: dict[Key, dict[str, list[Record]]] = {}
-    for record in records:
-        case = record["case"]
-        if not record.get("excluded") and "--cuda-graph-backend-prefill" not in case.get("flags", ""):
-            key = case["of"], record["bench"], case.get("drafts"), case["prefix"], case["concurrency"]
-            of_case = found.setdefault((*key, case["layers"], record["gpu"]), {})
-            of_case.setdefault(record["impl"].removeprefix("sglang_"), []).append(record)
-    for wanted in map(tuple, cases):
-        stocks = {key: [of[name] for name in STOCK_BACKENDS if name in of] for key, of in found.items()}
-        compared = [key for key, of in found.items() if key[:5] == wanted and OURS in of and stocks[key]]
-        key = max(compared, key=lambda key: (key[5], key[6]))
-        yield beside(key, found[key][OURS], max(stocks[key], key=rate))
-
-
-def beside(key: Key, ours: list[Record], stock: list[Record]) -> Row:
-    """Return the row of one case."""
-    model, load, drafts, prompt, requests, layers, gpu = key
-    flags = ours[0]["case"]["flags"].split()
-    return {
-        "load": f"{(LOADS | {'agents': 'agents'})[load]}, {prompt:,} tokens, {requests} requests",
-        "drafts": ", drafts" if drafts else "",
-        "model": f"{MODEL_NAMES[model]}, {DIVIDED_NAMES[ours[0]['case']['rank']]}",
-        "layers": f"{layers} of {ALL_LAYERS[model]}",
-        "gpu": gpu.removeprefix("NVIDIA ").split()[0],
-        "rival": stock[0]["impl"].removeprefix("sglang_"),
-        "stock": rate(stock),
-        "ours": rate(ours),
-        "first": middle(ours, "ttft_ms") / middle(stock, "ttft_ms"),
-        "memory": flags[flags.index("--hybrid-mla-prefix-memory-gb") + 1],
-        "records": [*ours, *stock],
-    }
-
-
-def rate(records: Iterable[Record]) -> float:
-    """Return tokens per second, the median over runs: of all output for agents, else as in the tables of ranks."""
-    return median(one["output_tok_s"] if one["bench"] == "agents" else measured_rate(one) for one in records)
 
 
 def workloads(records: Iterable[Record]) -> Iterator[Row]:
@@ -123,3 +80,32 @@ def recipes_by_outcome(records: object) -> Iterator[Row]:
     for (expected, run, notes), of in found.items():
         links = ", ".join(f"[{one['name']}]({one['source']})" for one in of)
         yield {"links": links, "expected": expected, "run": run or "–", "notes": notes or "–", "records": []}
+
+
+def shadow_cost(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Yield a decode step with and without checks, medians over the rounds of the newest run, and the cost that follows
+    for the usual interval from what the number that every merge reads costs (records of `watch`)."""
+    records = list(records)
+    steps = [record for record in records if record["file"] == "shadow"]
+    merges = latest((record for record in records if record["file"] == "watch"), "heads", "requests")
+
+    def step_ms(case: dict[str, Any], of: Record) -> float:
+        return median(one["step_ms"] for one in steps if one["case"] == case and one["commit"] == of["commit"])
+
+    for (*_, interval), record in latest(steps, "heads", "layers", "prompt", "concurrency", "verify_interval").items():
+        if not interval:
+            continue
+        case = record["case"]
+        plain = step_ms({name: value for name, value in case.items() if name != "verify_interval"}, record)
+        checked, usual = step_ms(case, record), None
+        if merge := merges.get((record["impl"], case["heads"], case["concurrency"])):
+            of_reading = merge["difference_us"] * case["layers"] / (plain * 1e3)  # in every step, checked or not
+            usual = (checked / plain - 1 - of_reading) * interval / USUAL_INTERVAL + of_reading
+        yield {
+            **case,
+            "plain": plain,
+            "checked": checked,
+            "cost": checked / plain - 1,
+            "usual": usual,
+            "records": [record],
+        }

@@ -16,7 +16,7 @@ from bench.cases import Case
 from bench.grouped import grouped_absorb
 from bench.records import write_record
 from bench.rivals import flashmla_bf16
-from bench.shared import DTYPES, STORAGE, our_parts
+from bench.shared import DTYPES, STORAGE, our_part
 from bench.timing import attempt, free_memory, measure
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.kernels.naive.tiles import Tile, best_tile, launched_tiles
@@ -34,7 +34,7 @@ Tiles = Mapping[str, Sequence[Tile]]
 CHECKED: dict[Mode, Callable[[Case, str, Tile | None], Callable[[], Any]]] = {
     Mode.ABSORB: lambda case, dtype, tile: flashmla_bf16(case),
     Mode.GROUPED_ABSORB: lambda case, dtype, tile: grouped_absorb(case),
-    Mode.NAIVE: lambda case, dtype, tile: our_parts(case, dtype, tile)["all"],
+    Mode.NAIVE: lambda case, dtype, tile: our_part(case, dtype, "all", tile),
 }
 """Makes the call that is timed, for a case, the dtype of the expanded prefix and the naive kernel's tile."""
 

@@ -146,7 +146,7 @@ def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates)
 
 
 def significant(value: float, digits: int = 3) -> float:
-    """Rounded to this many digits."""
+    """Round to this many digits."""
     return float(f"{value:.{digits}g}")
 
 

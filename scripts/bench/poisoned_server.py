@@ -19,7 +19,7 @@ POISON = 0xFF
 
 
 def poison_new_memory() -> None:
-    """Every floating-point tensor that is made without a value is NaN."""
+    """Fill every floating-point tensor that is made without a value with NaN."""
     import torch
 
     with torch.device("cpu"):
@@ -39,7 +39,7 @@ def poison_new_memory() -> None:
 
 
 def poison_free_rows() -> None:
-    """Rows of the KV cache are NaN from the moment in which they are free, as at the start."""
+    """Fill rows of the KV cache with NaN in the moment in which they become free."""
     import torch
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
@@ -51,7 +51,8 @@ def poison_free_rows() -> None:
             buffer.flatten(1).view(torch.uint8)[rows] = POISON
 
     def free(self: Any, free_index: torch.Tensor) -> None:
-        if free_index.numel() and self.is_not_in_free_group:
+        # Inside a group rows are freed at its end. Before SGLang 0.5.23 the group is a list at any time.
+        if free_index.numel() and getattr(self, "is_not_in_free_group", self.free_group is None):
             poison(self, free_index)
         free_tokens(self, free_index)
 

@@ -5,7 +5,7 @@ The constants (`step` in configs/gpus) were fitted to other records, see step_ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from bench import rank_predictions
@@ -59,9 +59,8 @@ def measured(record: Record) -> Measured | None:
         return Measured(record["decode_itl_ms"] * 1e-3, case["concurrency"], *of_prompt)
     if record["bench"] == "context":
         stored = FP8 if case["kv_cache"] == "fp8_e4m3" else BF16
-        return Measured(
-            record["step_ms"] * 1e-3, case["concurrency"], 0, 0, case["context"] + 64, stored
-        )  # of 128 steps
+        of_steps = 0, 0, case["context"] + 64, stored  # 128 steps
+        return Measured(record["step_ms"] * 1e-3, case["concurrency"], *of_steps)
     if record["bench"] == "speculative":  # a question, and the middle of what the default of 64 steps yields
         of = case["batch"], case["prefix"], case["prefix"], 128 + 80, stored
         return Measured(record["verify_ms"] * 1e-3, *of, query_tokens=case["draft_tokens"])
@@ -88,30 +87,26 @@ def cells(records: Iterable[Record]) -> list[Cell]:
     return [Cell(one, one["case"]["measured"], predicted(one, one["case"]["measured"])) for one in newest]
 
 
-def predicted(record: Mapping[str, Any], of: Measured) -> Step:
+def predicted(record: Record, of: Measured) -> Step:
     """Return the predicted step of a record."""
     if "rank" in record["case"]:
         return rank_predictions.step(record)
     case, name = record["case"], gpu_config_of(record["gpu"])
     assert name is not None
+    model = benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]])
     latent, expanded = ELEMENT_BYTES[of.stored]
-    model = Deployment(
-        benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]),
-        Gpu.from_json(name),
-        query_tokens=of.query_tokens,
-        latent_element_bytes=latent,
-        expanded_element_bytes=expanded,
-    )
-    cover = model.cover(of.requests, of.tokens) if record["impl"] == "hybrid_mla" else PLAIN
-    return predict(model, cover, of.requests, of.tokens, of.tail)
+    sizes = dict(query_tokens=of.query_tokens, latent_element_bytes=latent, expanded_element_bytes=expanded)
+    deployment = Deployment(model, Gpu.from_json(name), **sizes)
+    cover = deployment.cover(of.requests, of.tokens) if record["impl"] == "hybrid_mla" else PLAIN
+    return predict(deployment, cover, of.requests, of.tokens, of.tail)
 
 
 def summary(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     """Yield how far off the predictions are, by file and backend."""
-    groups: dict[tuple[str, str], list[Cell]] = {}
     files: dict[str, list[Record]] = {}
     for record in records:
         files.setdefault(record["file"], []).append(record)
+    groups: dict[tuple[str, str], list[Cell]] = {}
     for file, of_file in files.items():
         for cell in cells(of_file):
             kind = file + rank_predictions.of_products(cell.record)  # the constants are of servers without DeepGEMM

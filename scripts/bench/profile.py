@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import requests
 
 GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -20,6 +21,7 @@ GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
 LONGEST_NAME = 160
 """Characters that are kept of a kernel's name: templates have thousands."""
 
+TRACES = "*.trace.json.gz"
 PATIENCE_S = 180
 """Longest time that the server may take to write a trace."""
 
@@ -60,23 +62,19 @@ class Profiler:
             after_s: seconds to wait before the first step; 0 watches from the next step on.
             steps: forward passes.
         """
-        self._url, self._folder, self._after_s, self._steps = url, folder, after_s, steps
-        self._thread = threading.Thread(target=self._start)
-        self._left = threading.Event()
+        self._url, self._folder, self._steps = url, folder, steps
+        self._later = threading.Timer(after_s, self._start) if after_s else None
         self._before: set[Path] = set()
 
     def __enter__(self) -> Profiler:
-        self._before = set(self._traces())
-        if self._after_s:
-            self._thread.start()
-        else:
-            self._start()
+        self._before = set(self._folder.glob(TRACES))
+        (self._later.start if self._later else self._start)()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._left.set()
-        if self._after_s:
-            self._thread.join()
+        if self._later:
+            self._later.cancel()
+            self._later.join()
 
     def read(self) -> Profile:
         """Wait for the trace, and count.
@@ -86,50 +84,26 @@ class Profiler:
         """
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
-            for path in set(self._traces()) - self._before:
-                try:
-                    return read_trace(path)
-                except (EOFError, json.JSONDecodeError):  # it is still being written
-                    pass
+            for path in set(self._folder.glob(TRACES)) - self._before:
+                with contextlib.suppress(EOFError, json.JSONDecodeError):  # it is still being written
+                    return count(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
             time.sleep(0.5)
         raise NoTraceError(f"the server has written no trace to {self._folder} within {PATIENCE_S} s")
 
-    def _traces(self) -> Iterable[Path]:
-        return self._folder.glob("*.trace.json.gz")
-
     def _start(self) -> None:
-        if self._after_s and self._left.wait(self._after_s):
-            return
         wanted = {"output_dir": str(self._folder), "num_steps": self._steps, "activities": ["GPU"]}
         requests.post(f"{self._url}/start_profile", json=wanted, timeout=PATIENCE_S).raise_for_status()
 
 
-def read_trace(path: Path) -> Profile:
-    """Count what a trace of torch's profiler has of the GPU.
-
-    Raises:
-        NoTraceError: nothing ran on the GPU.
-    """
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return count(json.load(file)["traceEvents"])
-
-
 def count(events: Iterable[Mapping[str, Any]]) -> Profile:
-    """Count a trace's events; raises NoTraceError as `read_trace` does."""
-    on_gpu = sorted(
-        (event["ts"], event["ts"] + event["dur"], event["name"][:LONGEST_NAME])
-        for event in events
-        if event.get("ph") == "X" and event.get("cat") in GPU_EVENTS
-    )
+    """Count what a trace of torch's profiler has of the GPU; raises NoTraceError if nothing ran there."""
+    on_gpu = [event for event in events if event.get("ph") == "X" and event.get("cat") in GPU_EVENTS]
     if not on_gpu:
         raise NoTraceError("nothing ran on the GPU while it was watched")
-    time_us: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
-    busy_us, done = 0.0, on_gpu[0][0]
-    for begin, end, name in on_gpu:
-        time_us[name] += end - begin
-        launches[name] += 1
-        busy_us += max(0.0, end - max(begin, done))
-        done = max(done, end)
-    kernels = {name: (of_name / 1e3, launches[name]) for name, of_name in time_us.most_common()}
-    return Profile((done - on_gpu[0][0]) / 1e3, busy_us / 1e3, kernels)
+    frame = pd.DataFrame(on_gpu, columns=["ts", "dur", "name"]).sort_values("ts")
+    ends = frame.ts + frame.dur
+    done = ends.cummax().shift(fill_value=frame.ts.iloc[0])  # when all kernels before have ended
+    busy_us = (ends - frame.ts.clip(lower=done)).clip(lower=0).sum()
+    of_name = frame.groupby(frame.name.str[:LONGEST_NAME]).dur.agg(["sum", "size"]).sort_values("sum", ascending=False)
+    kernels = {str(name): (us / 1e3, int(launches)) for name, us, launches in of_name.itertuples()}
+    return Profile(float(ends.max() - frame.ts.iloc[0]) / 1e3, float(busy_us) / 1e3, kernels)

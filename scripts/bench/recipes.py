@@ -16,14 +16,10 @@ Row = dict[str, Any]
 OUTCOMES = ("works", "works with a change", "refused")
 
 
-def families() -> dict[str, list[dict[str, Any]]]:
-    """The recipes of each file; their fields are explained in configs/recipes/README.md."""
-    return {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
-
-
 def recipes() -> list[dict[str, Any]]:
-    """All of them."""
-    return [recipe for family in families().values() for recipe in family]
+    """The recipes of all files; their fields are explained in configs/recipes/README.md."""
+    files = sorted(FOLDER.glob("*.yaml"))
+    return [recipe for path in files for recipe in yaml.safe_load(path.read_text(encoding="utf-8"))]
 
 
 def words(recipe: dict[str, Any]) -> list[str]:
@@ -35,12 +31,8 @@ def words(recipe: dict[str, Any]) -> list[str]:
 def rows(of: Iterable[dict[str, Any]]) -> Iterator[Row]:
     """Yield recipes with what was changed, or why they are refused."""
     for recipe in of:
-        notes = recipe.get("change" if _starts(recipe) else "because", ())
+        notes = recipe.get("because" if recipe["expected"] == "refused" else "change", ())
         yield {**recipe, "run": recipe.get("run", ""), "notes": "; ".join(map(_code, notes)), "records": []}
-
-
-def _starts(recipe: dict[str, Any]) -> bool:
-    return bool(recipe["expected"] != "refused")
 
 
 def _code(text: str) -> str:

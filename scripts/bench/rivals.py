@@ -18,26 +18,20 @@ CONTEXT_TOKENS = 163_840
 """Context of DeepSeek-V3, the width of the page tables in SGLang's CUDA graphs."""
 
 
-def flashmla_bf16(case: Case) -> Callable[[], Any]:
+def flashmla_bf16(case: Case, *, fp8: bool = False) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """FlashMLA over prefix and tail, BF16; the rows of a group read the same pages of the prefix."""
-    return _flashmla(case.heads, case.lengths, case.sizes, case.prefix // PAGE_TOKENS, fp8=False, s_q=case.s_q)
+    pages = page_table(case.lengths, case.sizes, case.prefix // PAGE_TOKENS)
+    return flashmla_over(case.heads, case.lengths, *pages, fp8=fp8, s_q=case.s_q)
 
 
-def flashmla_fp8(case: Case) -> Callable[[], Any]:
+def flashmla_fp8(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """FlashMLA over prefix and tail, queries and cache FP8; pages as in `flashmla_bf16`."""
-    return _flashmla(case.heads, case.lengths, case.sizes, case.prefix // PAGE_TOKENS, fp8=True, s_q=case.s_q)
+    return flashmla_bf16(case, fp8=True)
 
 
 def flashmla_tail(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """FlashMLA over what is private, BF16: out `[B, 1, H, 512]` latent, lse `[B, H, 1]` float32, natural log."""
-    return _flashmla(case.heads, case.tail_lengths, (), 0, fp8=False)
-
-
-def _flashmla(
-    heads: int, lengths: list[int], sizes: tuple[int, ...], shared_pages: int, *, fp8: bool, s_q: int = 1
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    pages, n_pages = page_table(lengths, sizes, shared_pages)
-    return flashmla_over(heads, lengths, pages, n_pages, fp8=fp8, s_q=s_q)
+    return flashmla_over(case.heads, case.tail_lengths, *page_table(case.tail_lengths, (), 0))
 
 
 def flashmla_over(
@@ -180,30 +174,26 @@ class Rival(NamedTuple):
     """A rival and what its records say."""
 
     make: Callable[[Case], Callable[[], Any]]
-    part: str
     dtype: str
     one_group: bool = False  # works only where all rows share one prefix
 
     def work(self, case: Case) -> tuple[int, int]:
         """Operations, and bytes of keys and values, each counted once."""
-        flops = read_bytes = 0
+        lengths = case.tail_lengths if self.one_group else case.lengths
+        sizes, shared_pages = ((), 0) if self.one_group else (case.sizes, case.prefix // PAGE_TOKENS)
+        pages = page_table(lengths, sizes, shared_pages)[1]
+        flops = case.latent_flops(lengths)
+        read_bytes = pages * PAGE_TOKENS * (LATENT + DR) * (1 if self.dtype == "fp8" else 2)
         if self.one_group:
             flops += case.shared_flops
             read_bytes += 2 * case.prefix * case.heads * (DN + DR + DV)
-        if self.part == "all":
-            lengths = case.tail_lengths if self.one_group else case.lengths
-            sizes, shared_pages = ((), 0) if self.one_group else (case.sizes, case.prefix // PAGE_TOKENS)
-            flops += case.latent_flops(lengths)
-            pages = page_table(lengths, sizes, shared_pages)[1]
-            read_bytes += pages * PAGE_TOKENS * (LATENT + DR) * (1 if self.dtype == "fp8" else 2)
         return flops, read_bytes
 
 
 RIVALS = {
-    "flashmla_bf16": Rival(flashmla_bf16, "all", "bf16"),
-    "flashmla_fp8": Rival(flashmla_fp8, "all", "fp8"),
-    "fa3_bf16": Rival(fa3_bf16, "all", "bf16"),
-    "flashinfer_mla": Rival(flashinfer_mla, "all", "bf16"),
-    "flashinfer_fa3_naive": Rival(flashinfer_fa3_naive, "naive", "bf16", one_group=True),
-    "typhoon_parts": Rival(typhoon_parts, "all", "bf16", one_group=True),
+    "flashmla_bf16": Rival(flashmla_bf16, "bf16"),
+    "flashmla_fp8": Rival(flashmla_fp8, "fp8"),
+    "fa3_bf16": Rival(fa3_bf16, "bf16"),
+    "flashinfer_mla": Rival(flashinfer_mla, "bf16"),
+    "typhoon_parts": Rival(typhoon_parts, "bf16", one_group=True),
 }

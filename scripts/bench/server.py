@@ -84,51 +84,16 @@ def server_info(base_url: str) -> dict[str, Any]:
     return state
 
 
-@contextlib.contextmanager
-def running_server(
-    arguments: Sequence[str],
-    port: int,
-    log: Path,
-    console: Console,
-    timeout_s: float = START_S,
-    environment: Mapping[str, str] | None = None,
-    launcher: Sequence[str] = ("-m", LAUNCHER),
-) -> Iterator[str]:
-    """Run a server with these arguments as long as the context lasts.
-
-    Args:
-        arguments: of `sglang.launch_server`, without host and port.
-        log: file that takes the server's output.
-        timeout_s: how long it may take until it answers.
-        environment: variables beside this process's.
-        launcher: what Python runs.
-    Yields:
-        its base URL, once it answers.
-    Raises:
-        ServerFailedError: its port is taken, it ended, or did not answer in time.
-    """
-    with started_server(arguments, port, log, console, environment, launcher) as server:
-        yield server.url(timeout_s)
-
-
 class Started:
     """A server that has been started."""
 
     def __init__(self, process: Process, base_url: str, log: Path, console: Console) -> None:
         self._process, self._base_url, self._log, self._console = process, base_url, log, console
-        self._outcome: str | ServerFailedError | None = None
 
     def url(self, timeout_s: float = START_S) -> str:
-        """Its base URL, once it answers; waits when first asked. Raises ServerFailedError as `running_server` does."""
-        if self._outcome is None:
-            try:
-                wait_until_ready(self._process, self._base_url, self._log, self._console, timeout_s)
-                self._outcome = self._base_url
-            except ServerFailedError as error:
-                self._outcome = error
-        if isinstance(self._outcome, ServerFailedError):
-            raise self._outcome
-        return self._outcome
+        """Wait until it answers, and return its base URL. Raises ServerFailedError if it ends, or is too slow."""
+        wait_until_ready(self._process, self._base_url, self._log, self._console, timeout_s)
+        return self._base_url
 
     def wait_for_end(self) -> NoReturn:
         """Wait until the server ends, which nobody asked it for. Raises ServerFailedError."""
@@ -145,7 +110,16 @@ def started_server(
     environment: Mapping[str, str] | None = None,
     launcher: Sequence[str] = ("-m", LAUNCHER),
 ) -> Iterator[Started]:
-    """Start a server as `running_server` does, but without waiting, so that several can start beside each other."""
+    """Start a server without waiting, so that several can start beside each other, and stop it in the end.
+
+    Args:
+        arguments: of `sglang.launch_server`, without host and port.
+        log: file that takes the server's output.
+        environment: variables beside this process's.
+        launcher: what Python runs.
+    Raises:
+        ServerFailedError: its port is taken.
+    """
     if not is_free(port):  # before the log of whoever listens there may be opened
         raise ServerFailedError(f"port {port} is taken: another server listens there")
     command, variables = server_command(arguments, port, launcher)
@@ -215,7 +189,7 @@ class Process(Protocol):
 
 
 def wait_until_ready(server: Process, base_url: str, log: Path, console: Console, timeout_s: float) -> None:
-    """Wait until a server answers; raises ServerFailedError as `running_server` does."""
+    """Wait until a server answers; raises ServerFailedError as `Started.url` does."""
     start = time.monotonic()
     with console.status("starting the server") as status:
         while (waited := time.monotonic() - start) < timeout_s:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from bench.cases import DN, DR, DV, LATENT, SCALE, Case
-from bench.ceilings import Ceilings
 from bench.rivals import flashmla_tail
-from bench.timing import attempt
+from bench.timing import Ceilings
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.tiles import Tile
@@ -35,11 +34,11 @@ def tail_work(case: Case) -> tuple[int, int]:
     return case.latent_flops(case.tail_lengths), sum(case.tail_lengths) * (LATENT + DR) * 2
 
 
-def our_work(case: Case, dtype: str) -> dict[str, tuple[int, int] | None]:
-    """Operations and bytes of keys and values of each of `our_parts`; the tails are BF16."""
+def our_work(case: Case, dtype: str) -> dict[str, tuple[int, int]]:
+    """Operations and bytes of keys and values of each part, as of `our_part`; the tails are BF16."""
     naive, tail = (case.shared_flops, shared_bytes(case, dtype)), tail_work(case)
     both = naive[0] + tail[0], naive[1] + tail[1]
-    return {"naive": naive, "merge": None, "all": both, "all_two_streams": both}
+    return {"naive": naive, "all": both}
 
 
 def floor_ms(case: Case, dtype: str, ceilings: Ceilings) -> float:
@@ -102,36 +101,18 @@ def shared_attention(
     return attention, run
 
 
-def our_parts(case: Case, dtype: str, tile: Tile | None = None) -> dict[str, Callable[[], Any]]:
-    """Return what is timed of our kernels: `naive`, `merge` and, with FlashMLA installed, `all` on one stream and on
-    two."""
+def our_part(case: Case, dtype: str, part: str, tile: Tile | None = None) -> Callable[[], Any]:
+    """Return a call of our kernels: of the shared part (`naive`), or of `all`, which is FlashMLA over the tails, the
+    shared part, and the merge."""
     attention, run = shared_attention(case, dtype, tile)
-    rows, heads = case.batch, case.heads
-    tail_out = torch.randn(rows, heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
-    tail_lse = torch.randn(rows, heads, device="cuda")  # [B, H]
+    if part == "naive":
+        return run
+    tail = flashmla_tail(case)
+    out = torch.randn(case.batch, case.heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
 
-    def merge() -> None:
-        attention.merge(tail_out, tail_lse, tail_out)
+    def run_all() -> None:
+        _, lse = tail()  # [B, H, 1]
+        run()
+        attention.merge(out, lse.squeeze(-1), out)
 
-    run()  # so that the merge, timed alone, reads numbers
-    parts: dict[str, Callable[[], Any]] = {"naive": run, "merge": merge}
-    if tail := attempt("FlashMLA over the tails", flashmla_tail, case):
-
-        def run_all() -> None:
-            _, lse = tail()  # [B, H, 1]
-            run()
-            attention.merge(tail_out, lse.squeeze(-1), tail_out)
-
-        second = torch.cuda.Stream()
-
-        def run_side_by_side() -> None:
-            first = torch.cuda.current_stream()
-            second.wait_stream(first)
-            run()
-            with torch.cuda.stream(second):
-                _, lse = tail()
-            first.wait_stream(second)
-            attention.merge(tail_out, lse.squeeze(-1), tail_out)
-
-        parts |= {"all": run_all, "all_two_streams": run_side_by_side}
-    return parts
+    return run_all

@@ -42,12 +42,12 @@ class Answer:
     runners_up: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     def after(self, tokens: int) -> Answer:
-        """Without its first tokens."""
+        """Return it without its first tokens."""
         rest = None if self.logprobs is None else self.logprobs[tokens:]
         return Answer(self.ids[tokens:], rest, self.runners_up[tokens:])
 
     def first(self, tokens: int) -> Answer:
-        """Its first tokens alone."""
+        """Return its first tokens alone."""
         return Answer(self.ids[:tokens], None if self.logprobs is None else self.logprobs[:tokens])
 
 
@@ -65,7 +65,8 @@ Stock = Callable[[tuple[int, ...], int], Awaitable[Answer]]
 async def judge(
     prompt: tuple[int, ...], answer: Answer, stock: Stock, *, taken_back: bool, tolerance: Tolerance = FP32
 ) -> Verdict:
-    """
+    """Judge an answer by the stock server's.
+
     Args:
         answer: whole, or the beginning of one.
         taken_back: whether SGLang took the request back and ran it again later.
@@ -79,7 +80,7 @@ async def judge(
 
 
 async def compare(prompt: tuple[int, ...], answer: Answer, stock: Stock, tolerance: Tolerance) -> Verdict:
-    """Right, a tie, or wrong."""
+    """Return whether an answer is right, a tie, or wrong."""
     if answer.logprobs is not None and len(answer.logprobs) != len(answer.ids):
         return Verdict.WRONG
     expected = await stock(prompt, len(answer.ids) + 1)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
@@ -27,23 +27,14 @@ class ServerDiedError(RuntimeError):
     """The server ended, or answers no more."""
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """Two checkpoints of one model, between which updates go to and fro; the same twice changes no answer."""
 
     first: str
     second: str
 
-    def path(self, version: str) -> str:
-        return self.second if version == "second" else self.first
 
-    @staticmethod
-    def other(version: str) -> str:
-        return "first" if version == "second" else "second"
-
-
-@dataclass(frozen=True)
-class Got:
+class Got(NamedTuple):
     """Answer, or a part of one, that a client received.
 
     Attributes:
@@ -87,35 +78,44 @@ class Outcome:
         bad = self.verdicts[Verdict.WRONG.value] + self.errors + self.leaked_bytes + self.deaths
         return bad == 0
 
-    @property
-    def rss_growth_bytes(self) -> int:
-        """Growth of memory since the end of the first phase, in which buffers and caches of every kind came to be."""
-        return self.rss_bytes[-1] - self.rss_bytes[0] if self.rss_bytes else 0
+    def metrics(self) -> dict[str, Any]:
+        """Return what is recorded. Memory grows since the end of the first phase, in which buffers and caches of every
+        kind came to be."""
+        counted = ("taken_back", "left", "errors", "leaked_bytes", "deaths")
+        return {
+            "requests": self.requests,
+            "judged": self.verdicts.total(),
+            "wrong": self.verdicts["wrong"],
+            "ties": self.verdicts["tie"],
+            "lost_first": self.verdicts["lost_first"],
+            **{name: getattr(self, name) for name in counted},
+            "rss_growth_bytes": self.rss_bytes[-1] - self.rss_bytes[0] if self.rss_bytes else 0,
+            **{name: self.actions[name] for name in ("updates", "sleeps", "flushes", "flushes_refused")},
+        }
 
 
 class Soak:
-    """
+    """Traffic against one server, and its outcome.
+
     Args:
         url: of the server that is tried; it says by `weight_version` "first" or "second" which weights it has.
         stock: gives the answers that it should give.
-        weights: to update from; None leaves updates out.
+        weights: to update from.
         at_a_time: requests in flight.
-        sleeps: tags to sleep with, of SGLang's; empty leaves sleep out.
-        outcome: is added to.
+        sleeps: tags to sleep with, of SGLang's.
     """
 
     def __init__(
         self,
         url: str,
         stock: StockAnswers,
-        weights: Weights | None,
+        weights: Weights,
         *,
         at_a_time: int = 16,
         sleeps: Sequence[str] = ("kv_cache",),
         tolerance: Tolerance = FP32,
-        outcome: Outcome | None = None,
     ) -> None:
-        self.url, self.outcome = url, Outcome() if outcome is None else outcome
+        self.url, self.outcome = url, Outcome()
         self._stock, self._weights, self._sleeps, self._tolerance = stock, weights, list(sleeps), tolerance
         self._at_a_time, self._now = at_a_time, "first"
         self._got: list[Got] = []
@@ -209,34 +209,31 @@ class Soak:
             self.outcome.left += 1
 
     async def _update(self, client: aiohttp.ClientSession) -> None:
-        """An idle server to the other weights; SGLang holds back the requests that come meanwhile.
+        """Update an idle server to the other weights; SGLang holds back the requests that come meanwhile.
 
         Idle, because SGLang 0.5.17 may still hold a request whose answer it has given; its scheduler then ends, as it
         cannot flush the cache. Nor may anybody leave meanwhile, which has the same end.
         """
-        if self._weights is not None:
-            self._now = Weights.other(self._now)
-            content = {"model_path": self._weights.path(self._now), "weight_version": self._now}
-            await post(client, f"{self.url}/update_weights_from_disk", content)
-            self.outcome.actions["updates"] += 1
+        self._now = "first" if self._now == "second" else "second"
+        content = {"model_path": getattr(self._weights, self._now), "weight_version": self._now}
+        await post(client, f"{self.url}/update_weights_from_disk", content)
+        self.outcome.actions["updates"] += 1
 
     async def with_first_weights(self) -> None:
         """Give both servers the weights that they had at first."""
-        if self._weights is not None:
-            await self._stock.update(self._weights.first, "first")
-            if self._now != "first":
-                async with session() as client:
-                    await self._update(client)
+        await self._stock.update(self._weights.first, "first")
+        if self._now != "first":
+            async with session() as client:
+                await self._update(client)
 
     async def _sleep(self, client: aiohttp.ClientSession) -> None:
         """Let an idle server sleep and wake."""
-        if self._sleeps:
-            await post(client, f"{self.url}/release_memory_occupation", {"tags": self._sleeps})
-            await post(client, f"{self.url}/resume_memory_occupation", {"tags": self._sleeps})
-            self.outcome.actions["sleeps"] += 1
+        await post(client, f"{self.url}/release_memory_occupation", {"tags": self._sleeps})
+        await post(client, f"{self.url}/resume_memory_occupation", {"tags": self._sleeps})
+        self.outcome.actions["sleeps"] += 1
 
     async def _flush_at_work(self, client: aiohttp.ClientSession) -> None:
-        """SGLang refuses where it is not idle."""
+        """Flush the cache, which SGLang refuses where it is not idle."""
         try:
             await post(client, f"{self.url}/flush_cache", {})
             self.outcome.actions["flushes"] += 1
@@ -262,8 +259,8 @@ class Soak:
         got, self._got = self._got, []
         for version in ("first", "second"):
             of_version = [one for one in got if one.weights == version]
-            if of_version and self._weights is not None:
-                await self._stock.update(self._weights.path(version), version)
+            if of_version:
+                await self._stock.update(getattr(self._weights, version), version)
             await asyncio.gather(*(self._judge_one(one) for one in of_version))
 
     async def _judge_one(self, got: Got) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from demo_model.checkpoint import Settings, make
 from packaging.version import Version
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from bench.client import HYBRID
-from bench.server import ON_GPU, STOCK
+from bench.server import ON_GPU, STOCK, free_port, started_server, work_folder
 
 WEIGHTS_FILE = "model.safetensors"
 # SGLang's own way to test retraction: every so many steps it takes requests back as if its cache were full.
@@ -25,8 +27,7 @@ LETTING_IN = ("--schedule-conservativeness", "0.1")
 POISONED = ("-m", "bench.poisoned_server")
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes of the server that is tested.
 
     Attributes:
@@ -46,13 +47,20 @@ ON_CPU_GB = 0.031 if Version(version("sglang")) < Version("0.5.23") else 0.064
 SIZES = Sizes(65_536, 2048, 2.0, 64) if ON_GPU else Sizes(2048, 256, ON_CPU_GB, 32)
 
 
-def pressed(backend: str, sizes: Sizes = SIZES) -> list[str]:
+def served(stack: ExitStack, name: str, arguments: list[str], console: Console, **more: Any) -> str:
+    """Run a server of the small model until the stack is closed, and return its URL; `more` as of `started_server`."""
+    log = work_folder() / "logs" / f"{name}.log"
+    arguments = ["--model-path", str(small_model(work_folder())), *arguments]
+    return stack.enter_context(started_server(arguments, free_port(), log, console, **more)).url()
+
+
+def pressed(backend: str) -> list[str]:
     """Arguments of the server that is tried: hardly any memory, prefill in chunks, slow expansion."""
-    arguments = ["--attention-backend", backend, "--max-total-tokens", str(sizes.tokens)]
-    arguments += ["--chunked-prefill-size", str(sizes.chunk), *LETTING_IN, "--enable-return-hidden-states"]
+    arguments = ["--attention-backend", backend, "--max-total-tokens", str(SIZES.tokens)]
+    arguments += ["--chunked-prefill-size", str(SIZES.chunk), *LETTING_IN, "--enable-return-hidden-states"]
     if backend == HYBRID:
-        arguments += ["--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", str(sizes.min_prefix)]
-        arguments += ["--hybrid-mla-prefix-memory-gb", str(sizes.prefix_gb)]
+        arguments += ["--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", str(SIZES.min_prefix)]
+        arguments += ["--hybrid-mla-prefix-memory-gb", str(SIZES.prefix_gb)]
         arguments += ["--hybrid-mla-expand-tokens-per-step", "1024" if ON_GPU else "100"]
     return arguments
 
@@ -62,10 +70,10 @@ def vocabulary(model: Path) -> np.ndarray:
     return np.arange(10, AutoConfig.from_pretrained(model).vocab_size)
 
 
-def at_ease(sizes: Sizes = SIZES) -> list[str]:
+def at_ease() -> list[str]:
     """Arguments of the stock server that knows the answers: nothing is short. In BF16, what it found in its cache would
     be rounded otherwise than what it computes."""
-    arguments = ["--attention-backend", STOCK, "--max-total-tokens", str(8 * sizes.tokens)]
+    arguments = ["--attention-backend", STOCK, "--max-total-tokens", str(8 * SIZES.tokens)]
     return [*arguments, "--disable-radix-cache"] if ON_GPU else arguments
 
 
@@ -79,13 +87,7 @@ def small_model(folder: Path) -> Path:
 
 
 def other_weights(model: Path, out: Path) -> Path:
-    """The same checkpoint with weights that are a little different: enough for other answers.
-
-    Raises:
-        ValueError: its weights are in more than one file.
-    """
-    if not (model / WEIGHTS_FILE).exists():
-        raise ValueError(f"{model} has no {WEIGHTS_FILE}: name other weights of it")
+    """The same checkpoint with weights that are a little different: enough for other answers."""
     if not (out / WEIGHTS_FILE).exists():
         shutil.copytree(model, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(WEIGHTS_FILE, "*.png"))
         torch.manual_seed(0)

@@ -8,7 +8,7 @@ flushed, weights are updated, and the server sleeps and wakes. The same seed giv
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -16,6 +16,8 @@ import numpy as np
 from bench.generate import Shape
 
 SALTS = (*[None] * 8, "tenant-a", "tenant-b")
+TREES = 2
+"""Trees that stand at a time."""
 MOST_NODES = 8
 """Most nodes of a tree."""
 AGAIN = 0.8
@@ -61,7 +63,7 @@ class Limits:
     prompt: int = 600
 
     def times(self, factor: int) -> Limits:
-        """Prompts so many times as long; answers as they are."""
+        """Return limits with prompts so many times as long; answers stay as they are."""
         longer = {
             name: (getattr(self, name)[0] * factor, getattr(self, name)[1] * factor)
             for name in ("root", "long_root", "branch", "own")
@@ -103,19 +105,16 @@ class Request:
     hidden: bool = False
 
 
-@dataclass
-class Tree:
-    """Prompts that begin alike: `paths` from its root to each node."""
-
-    paths: list[tuple[int, ...]] = field(default_factory=list)
+Tree = list[tuple[int, ...]]
+"""Prompts that begin alike: the paths from its root to each node."""
 
 
 class Traffic:
-    """
+    """Draw traffic, phase by phase.
+
     Args:
         vocabulary: `[tokens]` the ids that texts are drawn from.
         seed: of everything.
-        trees: that stand at a time.
         penalties: whether some requests ask for `PENALTIES`.
         hidden: whether some ask for hidden states, which a server has to be started for.
     """
@@ -125,7 +124,6 @@ class Traffic:
         vocabulary: np.ndarray,
         seed: int,
         limits: Limits | None = None,
-        trees: int = 2,
         *,
         penalties: bool = False,
         hidden: bool = False,
@@ -134,13 +132,13 @@ class Traffic:
         self._hidden = HIDDEN if hidden else 0.0
         self._shapes = (*SHAPES, *PENALTIES) if penalties else SHAPES
         self._rng = np.random.default_rng(seed)
-        self._trees = [self._new_tree() for _ in range(trees)]
+        self._trees = [self._new_tree() for _ in range(TREES)]
         self._sent: list[tuple[int, ...]] = []
         self._phases = 0
 
     def phase(self, requests: int) -> Iterator[Request | Action]:
-        """So many requests, and one of each action among them. In every second phase nobody asks for log-probabilities,
-        since SGLang mixes new tokens with running requests only where none of them does."""
+        """Yield so many requests, and one of each action among them. In every second phase nobody asks for
+        log-probabilities, since SGLang mixes new tokens with running requests only where none of them does."""
         self._phases += 1
         at = dict(zip(self._rng.permutation(np.arange(1, max(requests, 4)))[:3].tolist(), Action, strict=True))
         wave = 0
@@ -171,7 +169,7 @@ class Traffic:
         if self._sent and self._rng.random() < AGAIN:
             ids = self._sent[-1 - int(self._rng.integers(min(len(self._sent), 60)))]
         else:
-            paths = self._trees[int(self._rng.integers(len(self._trees)))].paths
+            paths = self._trees[int(self._rng.integers(len(self._trees)))]
             ids = paths[int(self._rng.integers(len(paths)))] + self._text(self._limits.own)
             self._sent.append(ids)
         salt = SALTS[int(self._rng.integers(len(SALTS)))]
@@ -180,19 +178,19 @@ class Traffic:
         return Chat(ids, self._between(self._limits.long_answer if long else self._limits.answer), salt, shape)
 
     def _grow(self) -> None:
-        """Now and then a tree gets a branch, or gives way to another one."""
+        """Give a tree a branch, or another one its place, now and then."""
         chance, which = self._rng.random(), int(self._rng.integers(len(self._trees)))
         if chance < 0.02:
             self._trees[which] = self._new_tree()
         elif chance < 0.15:
-            paths = self._trees[which].paths
+            paths = self._trees[which]
             path = paths[int(self._rng.integers(len(paths)))] + self._text(self._limits.branch)
             if len(paths) < MOST_NODES and len(path) + self._limits.own[1] <= self._limits.prompt:
                 paths.append(path)
 
     def _new_tree(self) -> Tree:
         long = self._rng.random() < 0.2
-        return Tree([self._text(self._limits.long_root if long else self._limits.root)])
+        return [self._text(self._limits.long_root if long else self._limits.root)]
 
     def _text(self, length: tuple[int, int]) -> tuple[int, ...]:
         return tuple(self._rng.choice(self._vocabulary, self._between(length)).tolist())

@@ -48,7 +48,7 @@ class Step:
         self._out = torch.randn(tree.batch, heads, DV, device="cuda", dtype=torch.bfloat16)
 
     def call(self, modes: Modes) -> Callable[[], Any]:
-        """All of decode attention with this assignment."""
+        """Return a call of all of decode attention with this assignment."""
         tree, rows = self.tree, self.tree.batch
         ends = tree.ends
         shared = [max([ends[above] for above in tree.path(node) if modes[above] is not Mode.ABSORB], default=0)
@@ -110,7 +110,7 @@ def check_plans(rates: GpuRates, rep_ms: int, path: Path | None) -> tuple[list[d
 
 
 def timed(step: Step, rep_ms: int) -> dict[str, float]:
-    """ms of every assignment that could be measured."""
+    """Time every assignment; return the ms of those that could be measured."""
     ms = {}
     for modes in assignments(step.tree, step.heads):
 

@@ -5,8 +5,9 @@ is not among them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,13 @@ PADDING = np.arange(0.5, 1.01, 0.02)
 FILLING_REQUESTS = 64  # requests from which the GPU is full: padding is fitted to those cases
 RANK_REQUESTS = (128, 256)  # of the ranks that `experts_s` is fitted to
 FEWEST_REQUESTS = 16  # of the cases that attention's launches are fitted to; fewer leave most of the GPU idle
-JOINED = re.compile("join_parts")
-KINDS = {
-    "shared, naive": r"naive_prefix",
-    "latent": r"splitkv_mla|mla_combine|absorb|BatchMLA|mla_metadata|schedule_tails|fill_page_table",
-    "merge, join": r"^merge_kernel|join_parts|merge_attn_states",
-    "prefill": r"PrefillWithKVCache|concat_mla_k",
-    "expansion": r"expand_prefix",
-    "dense": r"nvjet|gemm|cublas|splitKreduce",
-}
-"""Use of a kernel -> pattern of its name. The first match counts; other kernels are `other`."""
-
-
-def kind_of(kernel: str) -> str:
-    """Return what a kernel is for, by its name."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), "other")
+ATTENTION = re.compile(
+    "naive_prefix|splitkv_mla|mla_combine|absorb|BatchMLA|fill_page_table|^merge_kernel|merge_attn_states|"
+    "PrefillWithKVCache|concat_mla_k|expand_prefix"
+)
+BESIDE_ATTENTION = re.compile("join_parts|mla_metadata|schedule_tails")
+"""Kernels that count as other launches: joins, and the schedules of a step's attention."""
+DENSE = re.compile("nvjet|gemm|cublas|splitKreduce")
 
 
 def benchmark_model(layers: int, heads: int, width: int) -> dict[str, Any]:
@@ -108,62 +101,61 @@ def records_of(gpu: Gpu, path: Path) -> list[dict[str, Any]]:
 
 
 def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`macs_per_s` and `product_s` with which the products of a step take what they took, on models of two widths."""
-    measured = np.array([ms_of(record, "dense") * 1e-3 for record in watched])
+    """Fit `macs_per_s` and `product_s` to the products of a step, on models of two widths."""
+    measured = np.array([seconds_of(record, is_dense) / record["steps"] for record in watched])
+    nothing = {"launches_s": 0, "row_s": 0}
+    attention = {"padding": 1, **{mode.value: nothing for mode in Mode}}
+    others = {"layer_s": 0, "experts_s": 0, "step_s": 0, "attention": attention, "source": ""}
+    # Bandwidth is known: the naive kernel only reads. With 180 rows it decides for no product of these models.
+    others["bytes_per_s"] = gpu.rates.modes[Mode.NAIVE].bytes_per_s
 
     def off(macs_per_s: float, product_s: float) -> float:
-        # Bandwidth is known: the naive kernel only reads. With 180 rows it decides for no product of these models.
-        rates = StepRates(
-            bytes_per_s=gpu.rates.modes[Mode.NAIVE].bytes_per_s,
-            macs_per_s=macs_per_s,
-            product_s=product_s,
-            layer_s=0,
-            experts_s=0,
-            step_s=0,
-            attention_s=dict.fromkeys(Mode, 0.0),
-            attention_row_s=dict.fromkeys(Mode, 0.0),
-            padding=1,
-            source="",
-        )
-        times = np.array([dense_seconds(replace(gpu, step=rates), record["case"]) for record in watched])
-        return float(np.square(times / measured - 1).sum())
+        step = StepRates.from_config(others | {"macs_per_s": macs_per_s, "product_s": product_s})
+        model_of = partial(model_of_case, replace(gpu, step=step))
+        times = [
+            sum(predict(model_of(of["case"]), PLAIN, of["case"]["requests"], 0, 0).products.values()) for of in watched
+        ]
+        return float(np.square(np.array(times) / measured - 1).sum())
 
     _, macs_per_s, product_s = min((off(macs, each), macs, each) for macs in MACS for each in PRODUCT_S)
     return {"macs_per_s": rounded(macs_per_s), "product_s": rounded(product_s)}
 
 
-def dense_seconds(gpu: Gpu, case: Mapping[str, Any]) -> float:
-    """Predicted time of all products in a step of a record's case."""
-    model = Deployment(benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]), gpu)
-    return sum(predict(model, PLAIN, case["requests"], 0, 0).products.values())
+def model_of_case(gpu: Gpu, case: Mapping[str, Any]) -> Deployment:
+    """The model of a record's case."""
+    return Deployment(benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]), gpu)
 
 
 def of_launches(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`layer_s` and `step_s`: medians over the records of our backend; SGLang's copies the query twice a layer.
+    """Fit `layer_s` and `step_s`: medians over the records of our backend; SGLang's copies the query twice a layer.
 
     Kernels that run at least once a layer are the layers', others the step's.
     """
     of_layers, of_steps = [], []
     bandwidth = gpu.rates.modes[Mode.NAIVE].bytes_per_s
-    for record in watched:
-        case, steps = record["case"], record["steps"]
-        if record["impl"] != "hybrid_mla":
-            continue
-        often = steps * case["layers"]
-        other = [(ms, count) for name, (ms, count) in record["kernels"].items() if is_other(name)]
-        layer_ms = sum(ms for ms, count in other if count >= often) / often
-        model = Deployment(benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]), gpu)
-        moved = case["requests"] * activation_bytes(model)
-        of_layers.append(max(layer_ms * 1e-3 - moved / bandwidth, 0.0))
-        once_ms = sum(ms for ms, count in other if count < often)
-        of_steps.append((once_ms + record["span_ms"] - record["busy_ms"]) / steps * 1e-3)
+    for record in (record for record in watched if record["impl"] == "hybrid_mla"):
+        case, often = record["case"], record["steps"] * record["case"]["layers"]
+        layer_s = seconds_of(record, lambda name, count, often=often: is_other(name) and count >= often) / often
+        moved = case["requests"] * activation_bytes(model_of_case(gpu, case))
+        of_layers.append(max(layer_s - moved / bandwidth, 0.0))
+        once_s = seconds_of(record, lambda name, count, often=often: is_other(name) and count < often)
+        of_steps.append((once_s + (record["span_ms"] - record["busy_ms"]) * 1e-3) / record["steps"])
     return {"layer_s": rounded(np.median(of_layers)), "step_s": rounded(np.median(of_steps))}
+
+
+def seconds_of(record: Mapping[str, Any], counts: Callable[[str, int], bool]) -> float:
+    """Seconds of the kernels that count, by name and number of launches, in all profiled steps."""
+    return sum(ms for name, (ms, count) in record["kernels"].items() if counts(name, count)) * 1e-3
+
+
+def is_dense(kernel: str, launches: int = 0) -> bool:
+    """Return whether a kernel is a product."""
+    return bool(DENSE.search(kernel)) and not (ATTENTION.search(kernel) or BESIDE_ATTENTION.search(kernel))
 
 
 def is_other(kernel: str) -> bool:
     """Return whether a kernel is neither a product nor attention; the schedules of a step's attention count."""
-    schedules = re.search(r"mla_metadata|schedule_tails", kernel) is not None
-    return kind_of(kernel) == "other" or JOINED.search(kernel) is not None or schedules
+    return bool(BESIDE_ATTENTION.search(kernel)) or not (ATTENTION.search(kernel) or DENSE.search(kernel))
 
 
 def is_fitted(record: Mapping[str, Any]) -> bool:
@@ -177,7 +169,7 @@ def is_fitted(record: Mapping[str, Any]) -> bool:
 
 
 def of_experts(gpu: Gpu, whole: Iterable[Mapping[str, Any]]) -> float:
-    """`experts_s`: what steps take longer than predicted, for each layer with experts, the median.
+    """Fit `experts_s`: what steps take longer than predicted, for each layer with experts, the median.
 
     Args:
         gpu: with all other constants, and none of experts.
@@ -190,13 +182,8 @@ def of_experts(gpu: Gpu, whole: Iterable[Mapping[str, Any]]) -> float:
     return float(f"{np.median(beyond):.2g}")  # they differ by more than that
 
 
-def ms_of(record: Mapping[str, Any], kind: str) -> float:
-    """ms a step of kernels of a kind (`profile_tables.KINDS`)."""
-    return sum(ms for name, (ms, _) in record["kernels"].items() if kind_of(name) == kind) / record["steps"]
-
-
 def of_attention(gpu: Gpu, checked: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """`padding`, and `launches_s` and `row_s` of each mode, neither below 0, with the least square of the relative
+    """Fit `padding`, and `launches_s` and `row_s` of each mode, neither below 0, by the least square of the relative
     errors: absorb's for the padding, then each mode's."""
     some = [record for record in checked if record["case"]["batch"] >= FEWEST_REQUESTS]
     full = [record for record in some if record["case"]["batch"] >= FILLING_REQUESTS]

@@ -20,37 +20,21 @@ LONG, SHORTER, SHORT = 26472, 7069, 1024  # tokens
 # By dtype: for up to 64 rows, for more, and for 192 where a kernel can; the first of each is the default, which the
 # others must agree with. None has more rows in flight than tiles.LARGEST_TILE, as the servers' memory estimate expects.
 CANDIDATES = {
-    "bf16": (
-        (
-            Tile(block_rows=64, block_keys=128, num_stages=2),
-            Tile(block_rows=64, block_keys=64, num_stages=2, ctas_per_sm=2),
-            Tile(block_rows=64, block_keys=32, num_stages=4, ctas_per_sm=2),
-            Tile(block_rows=64, block_keys=64, num_stages=4),
+    dtype: tuple(
+        tuple(Tile(rows, keys, num_stages=stages, ctas_per_sm=ctas) for rows, keys, stages, ctas in of_rows)
+        for of_rows in buckets
+    )
+    for dtype, buckets in {
+        "bf16": (
+            [(64, 128, 2, 1), (64, 64, 2, 2), (64, 32, 4, 2), (64, 64, 4, 1)],
+            [(128, 128, 2, 1), (128, 64, 4, 1), (64, 64, 2, 2)],
+            [(192, 64, 3, 1), (128, 128, 2, 1)],
         ),
-        (
-            Tile(block_rows=128, block_keys=128, num_stages=2),
-            Tile(block_rows=128, block_keys=64, num_stages=4),
-            Tile(block_rows=64, block_keys=64, num_stages=2, ctas_per_sm=2),
+        "fp8": (
+            [(64, 128, 2, 2), (64, 64, 4, 2), (64, 64, 3, 2), (64, 128, 4, 1)],
+            [(128, 128, 4, 1), (128, 128, 3, 1), (128, 64, 6, 1), (64, 128, 2, 2)],
         ),
-        (
-            Tile(block_rows=192, block_keys=64, num_stages=3),
-            Tile(block_rows=128, block_keys=128, num_stages=2),
-        ),
-    ),
-    "fp8": (
-        (
-            Tile(block_rows=64, block_keys=128, num_stages=2, ctas_per_sm=2),
-            Tile(block_rows=64, block_keys=64, num_stages=4, ctas_per_sm=2),
-            Tile(block_rows=64, block_keys=64, num_stages=3, ctas_per_sm=2),
-            Tile(block_rows=64, block_keys=128, num_stages=4),
-        ),
-        (
-            Tile(block_rows=128, block_keys=128, num_stages=4),
-            Tile(block_rows=128, block_keys=128, num_stages=3),
-            Tile(block_rows=128, block_keys=64, num_stages=6),
-            Tile(block_rows=64, block_keys=128, num_stages=2, ctas_per_sm=2),
-        ),
-    ),
+    }.items()
 }
 # Where the candidates for each are timed. No prefix fits into the L2 cache.
 TILE_CASES = (
@@ -110,7 +94,7 @@ def checked(tile: Tile, dtype: str, case: Case, expected: list[torch.Tensor]) ->
 
 
 def sustained_ms(function: Callable[[], Any], seconds: float) -> float:
-    """ms of a call, back to back for this long; the first third, at the previous tile's clock, is left out."""
+    """Return the ms of a call, back to back for this long, without the first third, at the previous tile's clock."""
     times, end = [], time.perf_counter() + seconds
     for ms in back_to_back(function):
         times.append(ms)
@@ -120,7 +104,7 @@ def sustained_ms(function: Callable[[], Any], seconds: float) -> float:
 
 
 def time_tiles(tiles: Iterable[Tile], dtype: str, case: Case) -> dict[Tile, float]:
-    """ms of each tile that works: the median over a few rounds, in which the tiles take turns on a warm GPU."""
+    """Return the ms of each tile that works: medians over rounds in which the tiles take turns on a warm GPU."""
     expected: list[torch.Tensor] = []
     made = {tile: attempt(f"{dtype} {tile}", checked, tile, dtype, case, expected) for tile in tiles}
     calls = {tile: call for tile, call in made.items() if call}

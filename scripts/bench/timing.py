@@ -1,32 +1,19 @@
-"""Time a call on the GPU: CUDA graphs, the median with L2 flushed, and calls back to back at the power limit."""
+"""Time a call on the GPU: CUDA graphs, the median with L2 flushed, and calls back to back at the power limit; and what
+the GPU does at best."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.testing import do_bench
 
-from bench.cases import Case
-from bench.rivals import Rival
-
 BATCH_MS = 10  # of calls back to back per batch; long compared with the host's wait after it
+PRODUCT_SIDE = 8192  # of the matrices that are multiplied for the ceilings
 FEWEST_CALLS = 5  # that a median is of, however long a call takes
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A CUDA graph, and the captured function, whose tensors must live as long."""
-
-    graph: torch.cuda.CUDAGraph
-    function: Callable[[], Any]
-
-    def __call__(self) -> None:
-        self.graph.replay()
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -41,7 +28,11 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
     except RuntimeError as error:
         print(f"no CUDA graph, timed without: {str(error)[:300]}", flush=True)
         return function
-    return Captured(graph, function)
+
+    def replay(kept: Callable[[], Any] = function) -> None:  # whose tensors must live as long as the graph
+        graph.replay()
+
+    return replay
 
 
 def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:
@@ -96,11 +87,6 @@ def measure(function: Callable[[], Any], rep_ms: int, work: tuple[int, int] | No
     return metrics
 
 
-def measure_rival(rival: Rival, case: Case, rep_ms: int) -> dict[str, Any]:
-    """Metrics of a rival on a case."""
-    return measure(rival.make(case), rep_ms, rival.work(case))
-
-
 COLUMNS = {"ms": "{ms:.4f}", "TFLOPS": "{tflops:.0f}", "GB/s": "{gbps:.0f}", "of floor": "{floor_share:.0%}"}
 """Columns of a measurement in a table for the console."""
 
@@ -109,3 +95,34 @@ def free_memory() -> None:
     """Release memory that is no longer referenced."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+class Ceilings(NamedTuple):
+    """Measured bandwidth and rates of the GPU."""
+
+    copy_gbps: float  # bytes read and bytes written
+    bf16_tflops: float
+    fp8_tflops: float
+
+    def __str__(self) -> str:
+        return "copy {:.0f} GB/s, BF16 {:.0f} and FP8 {:.0f} TFLOPS".format(*self)
+
+
+def matrix_product(dtype: str) -> Callable[[], torch.Tensor]:
+    """A product of two matrices of `PRODUCT_SIDE` x `PRODUCT_SIDE`."""
+    a, b = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    if dtype == "bf16":
+        return lambda: a @ b
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
+    one = torch.ones((), device="cuda")
+    return lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)
+
+
+def measure_ceilings(rep_ms: int = 100) -> Ceilings:
+    """Copy 1 GiB, and multiply matrices."""
+    source = torch.randint(0, 127, (1 << 30,), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    copy_gbps = 2 * source.numel() / time_ms(lambda: target.copy_(source), rep_ms) / 1e6
+    bf16_ms, fp8_ms = (time_ms(matrix_product(dtype), rep_ms) for dtype in ("bf16", "fp8"))
+    flops = 2 * PRODUCT_SIDE**3
+    return Ceilings(copy_gbps, flops / bf16_ms / 1e9, flops / fp8_ms / 1e9)

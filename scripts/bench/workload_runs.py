@@ -27,7 +27,7 @@ from bench.profile import Profile, Profiler
 from bench.records import write_record
 from bench.server import server_info
 from bench.tables import table
-from bench.workloads import Workload
+from bench.workloads import Turn, Workload
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 
@@ -61,6 +61,13 @@ class Timings:
     plan_ms_per_step: float | None
     sharing: dict[str, Any] | None
     decode_itl_ms: float | None = None
+
+
+DIGITS = {
+    **{"duration_s": 3, "output_tok_s": 1, "decode_tok_s": 1, "step_ms": 4, "decode_itl_ms": 3, "steady_tok_s": 1},
+    **{"ttft_ms": 1, "ttft_p99_ms": 1, "ttft_last_ms": 1, "itl_ms": 3, "itl_p99_ms": 3, "plan_ms_per_step": 4},
+}
+"""Figures of a record, and their decimal places; `step_ms` is of a decode step of all requests."""
 
 
 @dataclass(frozen=True)
@@ -106,29 +113,19 @@ def run_workload(
 
 def send(url: str, workload: Workload, seed: int, log: Path) -> dict[str, Any]:
     """Send a workload's requests; the result and what is raised are `run_client`'s."""
-    return run_client(
-        url,
-        client_lines(workload),
-        requests=workload.requests,
-        output_tokens=workload.output_tokens,
-        log=log,
-        at_a_time=workload.at_a_time,
-        seed=seed,
-    )
+    sent = {"requests": workload.requests, "output_tokens": workload.output_tokens, "at_a_time": workload.at_a_time}
+    return run_client(url, client_lines(workload), **sent, log=log, seed=seed)
 
 
 def client_lines(workload: Workload) -> list[dict[str, Any]]:
     """The sessions as `bench_client.py` reads them; requests of their own where each session has one turn."""
-    sessions = [
-        [
-            {"input_ids": turn.ids, "sampling_params": sampling(turn.output_tokens, workload.stream_interval)}
-            for turn in session
-        ]
-        for session in workload.sessions
-    ]
-    if workload.requests == len(sessions):
-        return [turn for (turn,) in sessions]
-    return [{"turns": turns} for turns in sessions]
+
+    def line(turn: Turn) -> dict[str, Any]:
+        return {"input_ids": turn.ids, "sampling_params": sampling(turn.output_tokens, workload.stream_interval)}
+
+    if workload.requests == len(workload.sessions):
+        return [line(turn) for (turn,) in workload.sessions]
+    return [{"turns": list(map(line, session))} for session in workload.sessions]
 
 
 def timings(
@@ -176,30 +173,15 @@ def record_run(out: Path, run: Run, server: dict[str, Any]) -> None:
     Args:
         server: what the case says of the server and its model.
     """
-    measured = run.timings
-    write_record(
-        out,
-        bench=run.workload.name,
-        **impl_and_case(run.backend, run.workload, server),
-        run=run.number,
-        duration_s=round(measured.duration_s, 3),
-        output_tok_s=round(measured.output_tok_s, 1),
-        decode_tok_s=rounded(measured.decode_tok_s, 1),
-        step_ms=rounded(step_ms(run), 4),
-        decode_itl_ms=rounded(measured.decode_itl_ms, 3),
-        steady_tok_s=rounded(measured.steady_tok_s, 1),
-        ttft_ms=round(measured.ttft_ms, 1),
-        ttft_p99_ms=round(measured.ttft_p99_ms, 1),
-        ttft_last_ms=round(measured.ttft_last_ms, 1),
-        itl_ms=rounded(measured.itl_ms, 3),
-        itl_p99_ms=rounded(measured.itl_p99_ms, 3),
-        plan_ms_per_step=rounded(measured.plan_ms_per_step, 4),
-        hybrid_mla=measured.sharing,
-    )
+    rate = run.timings.decode_tok_s
+    figures = vars(run.timings) | {"step_ms": run.workload.requests / rate * 1e3 if rate else None}
+    metrics = {name: figures[name] and round(figures[name], digits) for name, digits in DIGITS.items()}
+    of = impl_and_case(run.backend, run.workload, server)
+    write_record(out, bench=run.workload.name, **of, run=run.number, **metrics, hybrid_mla=run.timings.sharing)
 
 
 def impl_and_case(backend: str, workload: Workload, server: dict[str, Any]) -> dict[str, Any]:
-    """Whose a record is, and of what; `server` as of `record_run`."""
+    """Return whose a record is, and of what; `server` as of `record_run`."""
     attention, *flags = shlex.split(backend)
     case: dict[str, Any] = {
         "prefix": workload.longest_prefix,
@@ -247,18 +229,8 @@ def record_profile(out: Path, backend: str, workload: Workload, profile: Profile
     )
 
 
-def rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
-
-
-def step_ms(run: Run) -> float | None:
-    """ms of a decode step of all requests; None where its rate is."""
-    rate = run.timings.decode_tok_s
-    return run.workload.requests / rate * 1e3 if rate else None
-
-
 def describe_run(run: Run) -> str:
-    """One line for the console."""
+    """Return one line for the console."""
     measured = run.timings
     steady = f" ({measured.steady_tok_s:,.0f} while others wait)" if measured.steady_tok_s else ""
     if measured.decode_itl_ms:

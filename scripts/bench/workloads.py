@@ -181,7 +181,7 @@ class Node:
 
 
 def nodes(tree: Sequence[Mapping[str, Any]]) -> list[Node]:
-    """All nodes, each after the one above it. Raises ValueError for what is no tree of prompts."""
+    """Return all nodes, each after the one above it. Raises ValueError for what is no tree of prompts."""
     found: list[Node] = []
 
     def add(siblings: Sequence[Mapping[str, Any]], parent: int | None) -> None:
@@ -197,7 +197,7 @@ def nodes(tree: Sequence[Mapping[str, Any]]) -> list[Node]:
 
 
 def draw_lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> list[int]:
-    """`count` lengths in tokens. Raises ValueError for lengths below 1."""
+    """Draw `count` lengths in tokens. Raises ValueError for lengths below 1."""
     if isinstance(lengths, Mapping):
         return published_lengths(**lengths, count=count, rng=rng)
     low, high = (lengths, lengths) if isinstance(lengths, int) else lengths

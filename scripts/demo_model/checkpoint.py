@@ -58,7 +58,7 @@ class Settings:
 
 
 def model_config(settings: Settings) -> dict[str, Any]:
-    """`config.json`: dense layers only, YaRN as in DeepSeek's own models."""
+    """Return `config.json`: dense layers only, YaRN as in DeepSeek's own models."""
     blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
     return {
         **({"quantization_config": blocks} if settings.fp8_blocks else {}),

@@ -80,7 +80,7 @@ def make_rank(out: Path, rank: Rank) -> bool:
 
 
 def rank_config(rank: Rank) -> dict[str, Any]:
-    """`config.json`: the model's own but for what ranks divide, the layers, and the layer that drafts.
+    """Return `config.json`: the model's own but for what ranks divide, the layers, and the layer that drafts.
 
     A token goes to eight of the experts that are there. With DP attention that is what comes to a rank's experts: an
     eighth of what eight times as many tokens send; ranks that run together share the experts of as many.

@@ -36,6 +36,7 @@ from lab.training.network import Network, load_weights
 app = typer.Typer(add_completion=False)
 
 console = Console()
+MODEL = REPOSITORY / "configs" / "demo_model"
 
 
 def served_model(weights: Path, device: str, outliers: bool) -> Served:
@@ -48,7 +49,7 @@ def served_model(weights: Path, device: str, outliers: bool) -> Served:
 
 
 def lengths_of(texts: Iterable[str], prompts: int = 50) -> dict[int, int]:
-    """`TOKENS` or `TOKENS:PROMPTS` -> prompts by length.
+    """Read `TOKENS` or `TOKENS:PROMPTS`; return prompts by length.
 
     Raises:
         typer.BadParameter: a text is not of this form.
@@ -66,7 +67,6 @@ def lengths_of(texts: Iterable[str], prompts: int = 50) -> dict[int, int]:
 def main(
     out: Annotated[Path | None, typer.Option(help="Append records to this JSON-lines file.")] = None,
     model: Annotated[str | None, typer.Option(help="Study a model: demo.")] = None,
-    weights: Annotated[Path, typer.Option(help="Its checkpoint.")] = REPOSITORY / "configs" / "demo_model",
     data: Annotated[Path, typer.Option(help="Folder that `study.py training prepare` wrote.")] = Path(".demo/data"),
     device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
     prose_tokens: Annotated[int, typer.Option(help="Tokens of held-out prose to score, about; 0: none.")] = 30_000,
@@ -75,11 +75,9 @@ def main(
         list[str] | None,
         typer.Option(help="Look-ups: TOKENS:PROMPTS, repeatable; 0: none. 512:50, 2048:50 and 8192:50 if left out."),
     ] = None,
-    questions: Annotated[int, typer.Option(help="Questions about each prompt of look-ups.")] = 4,
     impl: Annotated[list[str] | None, typer.Option(help="Only these, and sglang_bf16; repeatable.")] = None,
     outliers: Annotated[bool, typer.Option("--outliers", help="With latent rows as large models have them.")] = False,
     server: Annotated[bool, typer.Option("--server", help="Ask real servers, not the references.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of cases and resampling.")] = 1,
 ) -> None:
     """Run the three studies on drawn data, or the study of a model."""
     commit()  # cached now: the checkout may have moved on by the time the first record is written
@@ -97,15 +95,15 @@ def main(
         chosen.pop(0, None)
         try:
             impls = () if server else tuple(impl or IMPLS)
-            plan = Plan(impls, prose_tokens, cases, chosen, questions, seed=seed)
+            plan = Plan(impls, prose_tokens, cases, chosen)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         if server:
             logs = work_folder() / "logs" / "accuracy"
-            found = served_study(weights, Data(data), plan, impl or list(SETUPS), logs, console)
+            found = served_study(MODEL, Data(data), plan, impl or list(SETUPS), logs, console)
             gpu = None
         else:
-            found = demo(served_model(weights, device, outliers), Data(data), plan)
+            found = demo(served_model(MODEL, device, outliers), Data(data), plan)
             gpu = "cpu" if device == "cpu" else None
     try:
         write(found, outliers, out, gpu)

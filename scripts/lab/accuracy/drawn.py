@@ -82,7 +82,7 @@ def cache_like_figure_3(tokens: int, sizes: str, generator: torch.Generator) -> 
 
 
 def queries_for(keys: Tensor, logit_std: float, heads: int, generator: torch.Generator) -> Tensor:
-    """`[heads, d]` BF16 queries whose products with the keys `[n, d]`, softmax scale 1, have this deviation."""
+    """Draw queries `[heads, d]`, BF16, whose products with the keys `[n, d]`, softmax scale 1, have this deviation."""
     queries = torch.randn(heads, keys.shape[1], generator=generator)
     deviation = (queries @ keys[:TRUTH_KEYS].float().T).std(dim=1, keepdim=True)
     return (queries * (logit_std / deviation)).bfloat16()

@@ -26,7 +26,7 @@ class Forced:
     long as everything else here. `custom_params` of a request: `{"tokens": [...]}`, what it is to answer."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """`logits`: `[requests, vocab]`, one row for each of `custom_param_list`."""
+        """Process `logits [requests, vocab]`, one row for each of `custom_param_list`."""
         given = torch.tensor([[next_token(params)] for params in custom_param_list or ()], device=logits.device)
         logprobs = torch.log_softmax(logits.float(), dim=-1).gather(1, given)
         forced = torch.full_like(logits, NEVER)

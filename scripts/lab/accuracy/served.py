@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.training.network import Layer, Network, rotate
+from lab.training.network import Layer, Network, rotate, turns
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference.fp8 import Configuration, Keys, absorb_fp8, keys_of_rows, round_keys
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers, scale_bounds, to_fp8
@@ -146,7 +146,7 @@ class ServedLayer:
         return Query(nope, self.round(rotate(rope, cos, sin))), Rows(latent, k_rope)
 
     def absorbed(self, query: Query) -> Tensor:
-        """`[T, H, r]`."""
+        """Return absorbed queries, `[T, H, r]`."""
         return self.round(torch.einsum("thd,hdr->thr", query.nope, self.w_kc))
 
     def expand(self, rows: Rows) -> Expanded:
@@ -157,16 +157,9 @@ class ServedLayer:
     def expand_fp8(self, rows: Rows) -> Expanded:
         """Expand and read back as from a server's memory: e4m3 with scales from the weights, in chunks."""
         n, attention = len(rows.latent), self.attention
-        buffers = ExpandedBuffers.allocate(
-            layers=1,
-            chunks=math.ceil(n / CHUNK_TOKENS),
-            heads=self.heads,
-            qk_nope_head_dim=attention.nope,
-            v_head_dim=attention.v_dim,
-            qk_rope_head_dim=attention.rope,
-            dtype=FP8,
-            device=rows.latent.device,
-        )
+        dims = dict(qk_nope_head_dim=attention.nope, v_head_dim=attention.v_dim, qk_rope_head_dim=attention.rope)
+        sizes = dict(layers=1, chunks=math.ceil(n / CHUNK_TOKENS), heads=self.heads)
+        buffers = ExpandedBuffers.allocate(**sizes, **dims, dtype=FP8, device=rows.latent.device)
         norm = attention.kv_a_layernorm.weight
         buffers.k_scale[0] = scale_bounds(self.round(self.w_kc * norm))
         buffers.v_scale[0] = scale_bounds(self.round(self.w_vc.transpose(1, 2) * norm))
@@ -181,14 +174,13 @@ class ServedLayer:
         """Attention in BF16 over keys and values per head: `out [T, H, dv]`, not rounded, and `lse [T, H]`."""
         rope = keys.k_rope[:, None].expand(-1, self.heads, -1)
         k = torch.cat([keys.k_nope, rope], dim=-1)
+        scale, weights_dtype = self.softmax_scale, self.weights_dtype
         return in_pieces(
-            lambda q, seen: attend(q, k, keys.v, seen, self.softmax_scale, self.weights_dtype),
-            torch.cat(query, dim=-1),
-            visible,
+            lambda q, seen: attend(q, k, keys.v, seen, scale, weights_dtype), torch.cat(query, -1), visible
         )
 
     def values(self, out: Tensor) -> Tensor:
-        """`[T, H, dv]` of attention over latent rows, `[T, H, r]`."""
+        """Return `[T, H, dv]` of attention over latent rows, `[T, H, r]`."""
         return self.round(torch.einsum("thr,hrd->thd", self.round(out), self.w_vc))
 
     def after(self, x: Tensor, heads: Tensor) -> Tensor:
@@ -229,11 +221,11 @@ class PlainRows:
         return to_fp8(x).to(x.dtype) if self.fp8 else x
 
     def keep(self, layer: ServedLayer, rows: Rows) -> Tensor:
-        """`[n, 1, r + dr]`."""
+        """Return rows as they are stored, `[n, 1, r + dr]`."""
         return self.store(torch.cat(rows, dim=-1))[:, None]
 
     def over(self, layer: ServedLayer, query: Query, keys: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """`out [T, H, r]`, not rounded, and `lse`."""
+        """Return `out [T, H, r]`, not rounded, and `lse`."""
         q = self.store(torch.cat([layer.absorbed(query), query.rope], dim=-1))
         weights_dtype, rank = FP8 if self.fp8 else layer.weights_dtype, layer.attention.kv_rank
         return in_pieces(
@@ -264,13 +256,11 @@ class ScaledRows:
         stored = self.keep(layer, own)
         keys = Keys(*(torch.cat([getattr(part, name) for part in (prefix, stored)]) for name in vars(stored)))
         ours = self.configuration == "per_token"
-        out, _ = in_pieces(
-            lambda q, q_rope, seen: absorb_fp8(q, q_rope, keys, layer.softmax_scale, seen, power_of_two=ours),
-            layer.absorbed(query),
-            query.rope,
-            visible,
-        )
-        return layer.values(out)
+
+        def absorb(q: Tensor, q_rope: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+            return absorb_fp8(q, q_rope, keys, layer.softmax_scale, seen, power_of_two=ours)
+
+        return layer.values(in_pieces(absorb, layer.absorbed(query), query.rope, visible)[0])
 
 
 @dataclass(frozen=True)
@@ -333,8 +323,7 @@ class Served:
         """Cosines and sines of positions, `[count, 1, dr / 2]` each."""
         frequencies = self.network.frequencies
         positions = torch.arange(start, start + count, device=frequencies.device)
-        angles = positions[:, None, None].float() * frequencies
-        return angles.cos(), angles.sin()
+        return turns(positions, frequencies)
 
     def embed(self, tokens: list[int]) -> Tensor:
         weight = self.network.model.embed_tokens.weight

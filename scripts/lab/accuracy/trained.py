@@ -15,8 +15,10 @@ together with it.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +30,7 @@ from scipy.stats import bootstrap
 
 from lab.accuracy.served import BASELINE, IMPLS, Impl, Query, Rows, Served, ServedLayer, attend
 from lab.training.batches import EOS_ID, Data
-from lab.training.chats import ROW_TOKENS, dictionary_cases, lookup_cases, make_table
+from lab.training.chats import dictionary_cases, lookup_cases
 from lab.training.examination import LOOKUP_TOKENS, windows
 from sglang_mla_ext.kernels.reference.attention import errors
 
@@ -94,27 +96,23 @@ def prose_windows(data: Data, most: int, seed: int) -> list[Window]:
     rng, prose = random.Random(f"{seed}/prose"), data.held_out
     order = list(range(len(prose)))
     rng.shuffle(order)
-    left = {index: cut(index, prose.document(index).tolist()) for index in order}
+    cuts = (cut(index, prose.document(index).tolist()) for index in order)
     found: list[Window] = []
     scored = 0
-    while left and scored < most:
-        for index in list(left):
-            window = next(left[index], None)
-            if window is None:
-                del left[index]
-            elif scored < most:
-                found.append(window)
-                scored += len(window.tokens) - 1
+    for window in filter(None, chain.from_iterable(zip_longest(*cuts))):
+        if scored >= most:
+            break
+        found.append(window)
+        scored += len(window.tokens) - 1
     return found
 
 
 def places_of(found: Sequence[Window]) -> tuple[dict[int, int], np.ndarray]:
     """The documents of windows, each with its place in arrays; and `[documents]` tokens of each that are scored."""
-    places = {document: place for place, document in enumerate(dict.fromkeys(window.document for window in found))}
-    counts = np.zeros(len(places))
+    counts: Counter[int] = Counter()
     for window in found:
-        counts[places[window.document]] += len(window.tokens) - 1
-    return places, counts
+        counts[window.document] += len(window.tokens) - 1
+    return {document: place for place, document in enumerate(counts)}, np.array([*counts.values()], dtype=float)
 
 
 def cut(index: int, document: list[int]) -> Iterator[Window]:
@@ -126,19 +124,13 @@ def cut(index: int, document: list[int]) -> Iterator[Window]:
 
 
 def lookup_prompts(data: Data, length: int, plan: Plan) -> list[Prompt]:
-    """The examination's prompts (see examination.py), each with several questions about its table.
-
-    Raises:
-        RuntimeError: the tables are not those of chats.lookup_cases, which has changed.
-    """
+    """The examination's prompts (see examination.py), each with several questions about its table."""
     tokens, material, found = LOOKUP_TOKENS[length], data.material(held_out=True), []
     cases = lookup_cases(material, plan.lengths[length], tokens, lambda text: len(data.encode(text)), plan.seed)
     for index, case in enumerate(cases):
         system = case.prompt.rpartition(USER)[0]
-        # As there: a case draws its table first.
-        table = make_table(random.Random(f"{plan.seed}/{tokens}/{index}"), material, max(4, tokens // 4 // ROW_TOKENS))
-        if any(line not in system for line in table.lines()):
-            raise RuntimeError("chats.lookup_cases draws other tables than this study expects")
+        table = case.table
+        assert table is not None
         rng = random.Random(f"{plan.seed}/{tokens}/{index}/questions")
         questions = [
             Question(
@@ -152,7 +144,7 @@ def lookup_prompts(data: Data, length: int, plan: Plan) -> list[Prompt]:
 
 
 def dictionary_prompts(data: Data, plan: Plan) -> list[Prompt]:
-    """One question each."""
+    """Return prompts with one question each."""
     found = []
     for case in (case for cases in dictionary_cases(data.words, plan.cases, plan.seed).values() for case in cases):
         system, mark, question = case.prompt.rpartition(USER)

@@ -29,16 +29,8 @@ class Row(NamedTuple):
     of: dict[Implementation, Record]
 
     def value(self, of: Implementation, metric: str) -> float | None:
-        """A measurement; `tok_s` is of the requests of the case."""
-        if of not in self.of:
-            return None
-        record = self.of[of]
-        found: float = self.case.batch / record["ms"] * 1e3 if metric == "tok_s" else record[metric]
-        return found
-
-    def field(self, name: str) -> Any:
-        """Return what names the case, or one of its numbers."""
-        return self.names[name] if name in self.names else getattr(self.case, name)
+        """A measurement; None where there is none."""
+        return self.of[of][metric] if of in self.of else None
 
     def speed_up(self, of: Implementation, over: Iterable[Implementation]) -> float | None:
         """Return how many times faster it is than the fastest of others; None without any."""

@@ -1,14 +1,15 @@
 """The papers' experiments that need kernels only: their cases, and what is timed on each.
 
-Data alone; runs.py measures it, claims.py compares it. What a paper does not print (a batch, a length) is chosen here
-and said beside the choice.
+Data alone; bench/measured.py measures it, claims.py compares it. What a paper does not print (a batch, a length) is
+chosen here and said beside the choice.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 from bench.cases import Case
@@ -64,18 +65,15 @@ OURS_FP8 = Implementation("hybrid_mla", "all", "fp8", "ours FP8")
 
 STAGE_1 = Implementation("hybrid_mla", "naive", "bf16", "stage 1")
 STAGE_1_FP8 = Implementation("hybrid_mla", "naive", "fp8", "stage 1, FP8 prefix")
-STAGE_1_FLASHINFER = Implementation("flashinfer_fa3_naive", "naive", "bf16", "stage 1 by FlashInfer's FA3")
 STAGE_2 = Implementation("flashmla_bf16", "tail", "bf16", "stage 2")
-W_KC = Implementation("torch", "w_kc", "bf16", "W_KV,B1")
-W_VC = Implementation("torch", "w_vc", "bf16", "W_KV,B2")
-MERGE = Implementation("hybrid_mla", "merge", "bf16", "merge")
 ABSORB_ONLY = FLASHMLA_BF16._replace(label="absorb only")
 
 SHARED = (FLASHMLA_BF16, FLASHMLA_FP8, FLASHINFER, TYPHOON_PARTS, OURS_BF16, OURS_FP8_PREFIX)
 PRIVATE = (FLASHMLA_BF16, FLASHMLA_FP8, FLASHINFER, OURS_STACKED, OURS_FP8)
-STAGED = (STAGE_1, STAGE_1_FP8, STAGE_1_FLASHINFER, STAGE_2, W_KC, W_VC, MERGE, ABSORB_ONLY, OURS_BF16, OURS_FP8_PREFIX)
+STAGED = (STAGE_1, STAGE_1_FP8, STAGE_2, ABSORB_ONLY)
 
 Key = tuple[str, str, str]
+NamedCase = tuple[Case, tuple[tuple[str, str], ...]]
 
 
 def key(impl: str, part: str, case: Mapping[str, Any]) -> Key:
@@ -111,16 +109,11 @@ class Experiment:
 
     Attributes:
         cases: with what names them, see `Cell`.
-        panel: fields of a record's case that make a plot's panels; x: the field along its axis.
-        metric: `tok_s`, generated tokens per second and layer, or `tflops` or `ms`.
     """
 
     title: str
-    cases: tuple[tuple[Case, tuple[tuple[str, str], ...]], ...]
+    cases: tuple[NamedCase, ...]
     implementations: tuple[Implementation, ...]
-    panel: tuple[str, ...]
-    x: str
-    metric: str
 
     def cells(self, name: str) -> Iterator[list[Cell]]:
         """The measurements of each case."""
@@ -145,29 +138,27 @@ def private_case(tokens: int, heads: int, requests: int, query_tokens: int = 1) 
     return Case(0, tokens, heads, (), requests, s_q=query_tokens)
 
 
-def _figure_3() -> Iterator[tuple[Case, tuple[tuple[str, str], ...]]]:
+def _figure_3() -> Iterator[NamedCase]:
     prompts = read_config("workloads", "system_prompts")["tokens"]
-    for model in MODELS:
-        heads = read_config("models", model)["num_attention_heads"]
-        for questions in QUESTIONS:
-            tail = tail_tokens(questions, model)
-            for prompt in PROMPTS:
-                for requests in REQUESTS:
-                    names = (("model", model), ("questions", questions), ("prompt", prompt))
-                    yield shared_case(prompts[prompt], tail, heads, requests), names
+    for model, questions, prompt, requests in product(MODELS, QUESTIONS, PROMPTS, REQUESTS):
+        heads, tail = read_config("models", model)["num_attention_heads"], tail_tokens(questions, model)
+        names = (("model", model), ("questions", questions), ("prompt", prompt))
+        yield shared_case(prompts[prompt], tail, heads, requests), names
+
+
+def _private(
+    tokens: Iterable[int], heads: Iterable[int], requests: Iterable[int], query_tokens: Iterable[int] = (1,)
+) -> Iterator[NamedCase]:
+    for s_q, batch, length, count in product(query_tokens, requests, tokens, heads):
+        yield private_case(length, count, batch, s_q), ()
 
 
 EXPERIMENTS = {
-    "typhoonmla-figure-3": Experiment(
-        "TyphoonMLA, figure 3", tuple(_figure_3()), SHARED, ("model", "questions", "prompt"), "batch", "tok_s"
-    ),
+    "typhoonmla-figure-3": Experiment("TyphoonMLA, figure 3", tuple(_figure_3()), SHARED),
     "typhoonmla-figure-4": Experiment(
         "TyphoonMLA, figure 4",
         tuple((shared_case(STAGES.prefix, STAGES.tail, STAGES.heads, requests), ()) for requests in STAGE_REQUESTS),
         STAGED,
-        (),
-        "batch",
-        "ms",
     ),
     "snapmla-figure-5": Experiment(
         "SnapMLA, figure 5",
@@ -177,37 +168,14 @@ EXPERIMENTS = {
             for tokens in RANK_CONTEXTS
         ),
         PRIVATE,
-        ("ranks", "heads"),
-        "tail",
-        "tflops",
     ),
     "snapmla-figure-6": Experiment(
-        "SnapMLA, figure 6",
-        tuple(
-            (private_case(tokens, heads, SNAPMLA_REQUESTS, query_tokens), ())
-            for tokens in SNAPMLA_CONTEXTS
-            for query_tokens in (1, 2)
-            for heads in SNAPMLA_HEADS
-        ),
-        PRIVATE,
-        ("tail", "s_q"),
-        "heads",
-        "tflops",
+        "SnapMLA, figure 6", tuple(_private(SNAPMLA_CONTEXTS, SNAPMLA_HEADS, [SNAPMLA_REQUESTS], (1, 2))), PRIVATE
     ),
     "etap-figure-1": Experiment(
-        "FlashMLA-ETAP, figure 1",
-        tuple((private_case(tokens, 16, requests), ()) for requests in ETAP_REQUESTS for tokens in ETAP_CONTEXTS),
-        PRIVATE,
-        ("batch",),
-        "tail",
-        "tflops",
+        "FlashMLA-ETAP, figure 1", tuple(_private(ETAP_CONTEXTS, [16], ETAP_REQUESTS)), PRIVATE
     ),
     "amla-table-5": Experiment(
-        "AMLA, table 5",
-        tuple((private_case(tokens, 128, AMLA_REQUESTS, s_q), ()) for s_q in (1, 2) for tokens in AMLA_CONTEXTS),
-        PRIVATE,
-        ("s_q",),
-        "tail",
-        "tflops",
+        "AMLA, table 5", tuple(_private(AMLA_CONTEXTS, [128], [AMLA_REQUESTS], (1, 2))), PRIVATE
     ),
 }

@@ -9,14 +9,15 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from demo_model.checkpoint import ASSISTANT, EOS, SPECIAL_TOKENS
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from lab.training.chats import Material, dictionary_chat, lookup_chat, render
@@ -88,27 +89,15 @@ def answer_weights(tokens: np.ndarray) -> np.ndarray:
     return np.where(inside & (tokens != ASSISTANT_ID), np.float32(ANSWER_WEIGHT), np.float32(0))
 
 
-@dataclass
-class Batch:
-    """Packed documents with targets."""
+class Batch(NamedTuple):
+    """Packed documents with targets. A named tuple of such, so that torch's loader pins all of it."""
 
     packed: Packed
     targets: Tensor  # [tokens]
     weights: Tensor  # [tokens], of each target; 0 at the end of each document
 
     def to(self, device: torch.device) -> Batch:
-        packed = self.packed
-        moved = (x.to(device, non_blocking=True) for x in (packed.tokens, packed.positions, packed.starts))
-        return Batch(
-            Packed(*moved, packed.longest),
-            self.targets.to(device, non_blocking=True),
-            self.weights.to(device, non_blocking=True),
-        )
-
-    def pin_memory(self) -> Batch:
-        packed = self.packed
-        pinned = (x.pin_memory() for x in (packed.tokens, packed.positions, packed.starts))
-        return Batch(Packed(*pinned, packed.longest), self.targets.pin_memory(), self.weights.pin_memory())
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), self)
 
 
 def draw_document(rng: random.Random, data: Data, material: Material, kind: str, context: int) -> list[np.ndarray]:
@@ -155,7 +144,7 @@ class Batches(Dataset):
         return self.join(documents, context, most)
 
     def join(self, documents: list[list[np.ndarray]], context: int, most: int) -> Batch:
-        """One flat batch; `starts` has the same length in every batch."""
+        """Make one flat batch; `starts` has the same length in every batch."""
         tokens = np.concatenate([tokens for tokens, _ in documents])
         weights = np.concatenate([np.append(weight[1:], np.float32(0)) for _, weight in documents])
         sizes = [len(tokens) for tokens, _ in documents]

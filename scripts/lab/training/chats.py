@@ -48,6 +48,7 @@ class Case(NamedTuple):
 
     prompt: str
     accepted: tuple[str, ...]
+    table: Table | None = None  # of a look-up
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def make_table(rng: random.Random, material: Material, rows: int) -> Table:
 
 
 def system_with_table(rng: random.Random, material: Material, table: Table, prose_tokens: int, short: bool) -> str:
-    """An instruction, then the table in one to three pieces among passages of prose."""
+    """Write an instruction, then the table in one to three pieces among passages of prose."""
     lines = table.lines()
     cuts = sorted(rng.randrange(len(lines) + 1) for _ in range(rng.randrange(3) if prose_tokens else 0))
     pieces = [lines[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(lines)], strict=True)]
@@ -228,7 +229,7 @@ def lookup_cases(material: Material, count: int, tokens: int, length: Callable[[
             if excess <= 0 or prose == 0:
                 break
             prose = max(0, prose - excess - 4)
-        cases.append(Case(prompt, (table.facts[name],)))
+        cases.append(Case(prompt, (table.facts[name],), table))
     return cases
 
 

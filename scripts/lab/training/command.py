@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,10 +14,9 @@ from bench.records import write_record
 from demo_model.checkpoint import Settings, model_config
 
 from lab.training import sources
-from lab.training.acceptance import acceptance
 from lab.training.batches import Batches, Data
 from lab.training.checkpoints import load_network, logits_of, stored, write_checkpoint, write_draft
-from lab.training.draft import config_with_draft, load_draft
+from lab.training.draft import config_with_draft
 from lab.training.draft_trainer import draft_trainer
 from lab.training.examination import examine, perplexity
 from lab.training.network import Network, attention
@@ -25,6 +25,17 @@ from lab.training.trainer import Plan, Trainer, console, data_workers, losses
 
 app = typer.Typer(add_completion=False, help=__doc__)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = dict(layers=5, heads=4, hidden=384, intermediate=640, q_lora_rank=128, max_positions=16384)
+"""Sizes of the model, of `demo_model.checkpoint.Settings`."""
+
+DataFolder = Annotated[Path, typer.Argument(exists=True, help="Folder that `prepare` wrote.")]
+ModelFolder = Annotated[Path, typer.Argument(exists=True, help="Folder of the checkpoint.")]
+Minutes = Annotated[float | None, typer.Option(help="Training time; sets the learning rate's schedule.")]
+Steps = Annotated[int | None, typer.Option(help="Steps instead of minutes.")]
+Tokens = Annotated[int, typer.Option(min=64, help="Tokens of a batch.")]
+Context = Annotated[int, typer.Option(min=64, help="Longest document.")]
+Rate = Annotated[float, typer.Option(help="Highest learning rate.")]
+Workers = Annotated[int | None, typer.Option(help="Processes that make batches.")]
 
 
 @app.command("prepare")
@@ -46,121 +57,71 @@ def prepare_data(
 
 @app.command("train")
 def train(
-    data: Annotated[Path, typer.Argument(help="Folder that `prepare` wrote.")],
+    data: DataFolder,
     out: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
-    minutes: Annotated[float | None, typer.Option(help="Training time; sets the learning rate's schedule.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps instead of minutes.")] = None,
-    tokens: Annotated[int, typer.Option(min=64, help="Tokens of a batch.")] = 65_536,
-    context: Annotated[int, typer.Option(min=64, help="Longest document.")] = 8192,
-    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
-    layers: Annotated[int, typer.Option(min=1)] = 5,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    hidden: Annotated[int, typer.Option(min=16)] = 384,
-    intermediate: Annotated[int, typer.Option(min=16, help="Width of the dense MLP.")] = 640,
-    q_lora_rank: Annotated[int, typer.Option(min=16)] = 128,
-    max_positions: Annotated[int, typer.Option(min=4096, help="Longest context of the configuration.")] = 16384,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    tokens: Tokens = 65_536,
+    context: Context = 8192,
+    rate: Rate = 2e-3,
     seed: int = 0,
-    workers: Annotated[int | None, typer.Option(help="Processes that make batches.")] = None,
-    compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="By default on a GPU.")] = None,
+    workers: Workers = None,
     cases: Annotated[int, typer.Option(min=1, help="Cases of each kind in the examination.")] = 200,
-    lengths: Annotated[str, typer.Option(help="Prompt lengths of look-ups in it.")] = "512,2048,8192",
-    prose_tokens: Annotated[int | None, typer.Option(help="Tokens of held-out prose in it; all by default.")] = None,
 ) -> None:
     """Train the model: DeepSeek-V3's architecture with the real dimensions of its attention heads, 12 million weights.
 
     OUT then holds the checkpoint as SGLang and transformers load it, and `training.json` with the loss curve and the
     figures of the examination.
     """
-    if (minutes is None) == (steps is None):
-        raise typer.BadParameter("give either --minutes or --steps")
-    workers, material = data_workers(workers), Data(data)
-    vocab = material.tokenizer.get_vocab_size()
-    settings = Settings(
-        layers=layers,
-        heads=heads,
-        hidden=hidden,
-        intermediate=intermediate,
-        q_lora_rank=q_lora_rank,
-        vocab=vocab,
-        max_positions=max_positions,
-        seed=seed,
-        config_only=False,
-    )
-    plan = Plan(tokens, context, rate, seed, minutes, steps)
+    plan, material = plan_of(tokens, context, rate, seed, minutes, steps), Data(data)
+    settings = Settings(**SIZES, vocab=material.tokenizer.get_vocab_size(), seed=seed, config_only=False)
     network = Network(model_config(settings), attention(DEVICE))
     network.init_weights(seed)
     network.to(DEVICE)
-    on_gpu = DEVICE.type == "cuda" if compiled is None else compiled
-    of_batch, batches = lambda batch: losses(network, batch), Batches(material, tokens, seed)
-    trainer = Trainer(plan, network, of_batch, batches, DEVICE, workers, on_gpu)
+    batches, workers = Batches(material, tokens, seed), data_workers(workers)
+    compiled = DEVICE.type == "cuda"
+    trainer = Trainer(plan, network, lambda batch: losses(network, batch), batches, DEVICE, workers, compiled)
     trainer.train()
     size = write_checkpoint(network, settings, data / "tokenizer", out)
     report = {"plan": {"model": asdict(settings), **asdict(plan)}, **trainer.done(size)}
-    (out / "training.json").write_text(json.dumps(report) + "\n")
-    console.print(f"{out}: {size / 2**20:.2f} MiB after {report['tokens']:,} tokens; examining")
-    logits = logits_of(load_network(out, DEVICE), DEVICE)
-    wanted = [int(length) for length in lengths.split(",")]
-    figures = examine(logits, material, cases, lengths=wanted, prose_tokens=prose_tokens)
-    for name, value in figures.items():
-        console.print(f"  {name:28} {value:.4f}")
-    (out / "training.json").write_text(json.dumps(report | {"examination": figures}) + "\n")
+    write_report(out / "training.json", report)  # before the examination, which takes its time
+    figures = examine(logits_of(load_network(out, DEVICE), DEVICE), material, cases)
+    show(figures)
+    write_report(out / "training.json", report | {"examination": figures})
 
 
 @app.command("draft")
 def draft(
-    data: Annotated[Path, typer.Argument(exists=True, help="Folder that `prepare` wrote.")],
-    model: Annotated[Path, typer.Argument(exists=True, help="Folder of the trained model.")],
+    data: DataFolder,
+    model: ModelFolder,
     out: Annotated[Path, typer.Argument(help="Folder of the checkpoint with the layer; may be the model's.")],
-    minutes: Annotated[float | None, typer.Option(help="Training time; sets the learning rate's schedule.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps instead of minutes.")] = None,
-    layer: Annotated[Path | None, typer.Option(exists=True, help="A trained layer to put into the model.")] = None,
-    tokens: Annotated[int, typer.Option(min=64, help="Tokens of a batch.")] = 32_768,
-    context: Annotated[int, typer.Option(min=64, help="Longest document.")] = 8192,
-    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    tokens: Tokens = 32_768,
+    context: Context = 8192,
+    rate: Rate = 2e-3,
     seed: int = 0,
-    workers: Annotated[int | None, typer.Option(help="Processes that make batches.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the step; pays in long runs.")] = False,
-    cases: Annotated[int, typer.Option(min=1, help="Held-out questions that the tokens per step are of.")] = 400,
+    workers: Workers = None,
 ) -> None:
     """Train the layer with which the model drafts its own next tokens, for speculative decoding (NextN, MTP).
 
     The model's weights stay as they are, bit for bit. OUT then holds the checkpoint with the layer, as SGLang loads it
-    for `--speculative-algorithm NEXTN`, the layer alone (`draft.pt`), and `training_draft.json` with the losses and the
-    tokens per step on chats held out of the training.
+    for `--speculative-algorithm NEXTN`, and `training_draft.json` with the losses.
     """
-    if [minutes, steps, layer].count(None) != 2:
-        raise typer.BadParameter("give one of --minutes, --steps and --layer")
+    plan, material = plan_of(tokens, context, rate, seed, minutes, steps), Data(data)
     config = config_with_draft(json.loads((model / "config.json").read_text()))
-    if layer is not None:
-        size = write_draft(torch.load(layer, weights_only=True), config, model, out)
-        console.print(f"{out}: {size / 2**20:.2f} MiB")
-        return
-    on_gpu = DEVICE.type == "cuda"
-    workers, material = data_workers(workers), Data(data)
     network = load_network(model, DEVICE)
-    network = network if on_gpu else network.float()
-    plan = Plan(tokens, context, rate, seed, minutes, steps)
-    trainer = draft_trainer(plan, network, config, material, DEVICE, workers, compiled)
+    network = network if DEVICE.type == "cuda" else network.float()
+    trainer = draft_trainer(plan, network, config, material, DEVICE, data_workers(workers))
     trainer.train()
-    trained = stored(trainer.module)
-    size = write_draft(trained, config, model, out)
-    torch.save(trained, out / "draft.pt")
-    report = {"plan": asdict(plan), **trainer.done(size)}
-    (out / "training_draft.json").write_text(json.dumps(report) + "\n")
-    console.print(f"{out}: {size / 2**20:.2f} MiB after {report['tokens']:,} tokens; counting accepted drafts")
-    network, drafting = load_network(out, DEVICE), load_draft(out, DEVICE)
-    if not on_gpu:
-        network, drafting = network.float(), drafting.float()
-    figures = acceptance(logits_of(network, DEVICE), network, drafting, material, cases)
-    for name, value in figures.items():
-        console.print(f"  {name:28} {value:.4f}")
-    (out / "training_draft.json").write_text(json.dumps(report | {"acceptance": figures}) + "\n")
+    size = write_draft(stored(trainer.module), config, model, out)
+    write_report(out / "training_draft.json", {"plan": asdict(plan), **trainer.done(size)})
 
 
 @app.command("examine")
 def examine_model(
-    model: Annotated[Path, typer.Argument(exists=True, help="Folder of the checkpoint.")],
-    data: Annotated[Path, typer.Argument(exists=True, help="Folder that `prepare` wrote.")],
+    model: ModelFolder,
+    data: DataFolder,
     cases: Annotated[int, typer.Option(min=0, help="Cases of each kind; 0 measures perplexity alone.")] = 200,
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append a record to.")] = None,
 ) -> None:
@@ -170,7 +131,25 @@ def examine_model(
         network = network.float()
     logits = logits_of(network, DEVICE)
     figures = examine(logits, material, cases) if cases else perplexity(logits, material)
-    for name, value in figures.items():
-        print(f"{name:28} {value:.4f}")
+    show(figures)
     if out is not None:
         write_record(out, bench="demo_model", impl="network", case={"cases": cases}, **figures)
+
+
+def plan_of(tokens: int, context: int, rate: float, seed: int, minutes: float | None, steps: int | None) -> Plan:
+    """Make the settings of a run; raises typer.BadParameter where its end is not given, or given twice."""
+    if (minutes is None) == (steps is None):
+        raise typer.BadParameter("give either --minutes or --steps")
+    return Plan(tokens, context, rate, seed, minutes, steps)
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Write what is reported of a run."""
+    path.write_text(json.dumps(report) + "\n")
+    console.print(f"{path.parent}: {report['bytes'] / 2**20:.2f} MiB after {report['tokens']:,} tokens")
+
+
+def show(figures: Mapping[str, float]) -> None:
+    """Print the figures of an examination."""
+    for name, value in figures.items():
+        console.print(f"{name:28} {value:.4f}")

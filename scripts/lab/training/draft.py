@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lab.training.draft_attention import AttendOwn, attend_own_each
-from lab.training.network import MLP, Attend, Attention, Network, Packed, RMSNorm, attend_each, turns, yarn_frequencies
+from lab.training.network import MLP, Attend, Attention, Packed, RMSNorm, attend_each, turns, yarn_frequencies
 
 EXPERT_WIDTH = 256
 """`moe_intermediate_size`: with eight experts and a shared one the layer has 7.7 MiB."""
@@ -71,7 +71,7 @@ class Experts(nn.Module):
         return weights / weights.sum(-1, keepdim=True) * self.scale
 
     def stacked(self, name: str, dim: int) -> Tensor:
-        """One matrix of all experts."""
+        """Return one matrix of all experts."""
         return torch.cat([getattr(expert, name).weight for expert in self.experts], dim=dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Draft(nn.Module):
         self.shared_head.norm.weight.data.copy_(0.5 * final_norm.float().cpu())
 
     def forward(self, embedded: Tensor, hidden: Tensor, packed: Packed, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step of the draft for every position at once.
+        """Run one step of the draft for every position at once.
 
         Args:
             embedded: `[tokens, hidden]`, row i of token i+s in step s; what the last rows of a document have does not
@@ -170,20 +170,3 @@ def load_draft(folder: Path, device: torch.device, attend: Attend = attend_each)
     draft.mlp.gate.e_score_correction_bias = kept[BIAS].to(device)
     draft.frequencies = kept["frequencies"].to(device)  # kept in float32, as the bias
     return draft.eval()
-
-
-@torch.inference_mode()
-def drafted(network: Network, draft: Draft, packed: Packed, steps: int) -> Tensor:
-    """Return what greedy drafting proposes after each position, given the token that follows it.
-
-    Returns:
-        `[tokens, steps]`: row i has the draft's tokens i+2, i+3, ..; a document's last row means nothing.
-    """
-    hidden, token = network(packed), packed.tokens.roll(-1)
-    kept: list[tuple[Tensor, Tensor]] = []
-    found = []
-    for _ in range(steps):
-        hidden = draft(network.model.embed_tokens(token), hidden, packed, kept)
-        token = network.lm_head(hidden).argmax(-1)
-        found.append(token)
-    return torch.stack(found, dim=-1)

@@ -27,7 +27,7 @@ AttendOwn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Packed, float], Te
 def attend_own_each(
     q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, packed: Packed, scale: float
 ) -> Tensor:
-    """One document after another, with all scores in memory. Runs anywhere."""
+    """Attend one document after another, with all scores in memory. Runs anywhere."""
     own = torch.einsum("thd,tehd->hte", q, own_k) * scale
     outs = []
     for begin, end in pairwise(packed.starts.tolist()):
@@ -89,7 +89,7 @@ class _Merged(torch.autograd.Function):
 def attend_own_packed(
     q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, packed: Packed, scale: float
 ) -> Tensor:
-    """All documents at once (CUDA, BF16). Values are padded with zeros to the keys' dimension, as the kernel wants."""
+    """Attend all documents at once (CUDA, BF16). The kernel wants values padded with zeros to the keys' dimension."""
     v_dim = v.shape[-1]
     padding = (0, q.shape[-1] - v_dim)
     tensors = (q, k, F.pad(v, padding), own_k, F.pad(own_v, padding))

@@ -55,7 +55,6 @@ def draft_trainer(
     data: Data,
     device: torch.device,
     workers: int,
-    compiled: bool,
 ) -> Trainer:
     """Make the trainer of a new layer; its `module` is the layer.
 
@@ -70,13 +69,6 @@ def draft_trainer(
     draft.init_weights(plan.seed, network.model.norm.weight.detach())
     draft.to(device)
     batches = Batches(data, plan.tokens, plan.seed, SHARES)
-    return Trainer(
-        plan,
-        draft,
-        lambda batch: losses(network, draft, batch),
-        batches,
-        device,
-        workers,
-        compiled,
-        lambda: draft.mlp.balance(BALANCE_RATE),
-    )
+    of_batch, balance = lambda batch: losses(network, draft, batch), lambda: draft.mlp.balance(BALANCE_RATE)
+    # Not compiled: that pays in long runs alone.
+    return Trainer(plan, draft, of_batch, batches, device, workers, False, balance)

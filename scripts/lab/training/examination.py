@@ -24,9 +24,7 @@ Logits = Callable[[list[list[int]]], list[Tensor]]
 """Documents of tokens -> logits `[tokens, vocab]` of each."""
 
 
-def perplexity(
-    logits: Logits, data: Data, window: int = 4096, stride: int = 2048, most: int | None = None
-) -> dict[str, float]:
+def perplexity(logits: Logits, data: Data, window: int = 4096, stride: int = 2048) -> dict[str, float]:
     """Perplexity per token of the held-out documents, in windows that overlap.
 
     A token is predicted from those before it in its window: at least `window - stride`, or all that its document has.
@@ -39,8 +37,6 @@ def perplexity(
             targets = torch.tensor(document[first:end], device=found.device)
             losses += float(F.cross_entropy(found, targets, reduction="sum"))
             count += len(targets)
-        if most and count >= most:
-            break
     return {"perplexity": math.exp(losses / count), "perplexity_tokens": count}
 
 
@@ -69,27 +65,14 @@ def accuracy(logits: Logits, data: Data, cases: Sequence[Case]) -> float:
     return fmean(is_right(logits, data, case) for case in cases)
 
 
-def examine(
-    logits: Logits,
-    data: Data,
-    count: int = 200,
-    seed: int = 1,
-    lengths: Sequence[int] = tuple(LOOKUP_TOKENS),
-    prose_tokens: int | None = None,
-) -> dict[str, float]:
-    """All figures.
-
-    Args:
-        count: cases of each kind.
-        prose_tokens: stop after about this many scored tokens of prose.
-    """
-    figures = perplexity(logits, data, most=prose_tokens)
+def examine(logits: Logits, data: Data, count: int = 200, seed: int = 1) -> dict[str, float]:
+    """Return all figures, of `count` cases of each kind."""
+    figures = perplexity(logits, data)
     by_kind = {kind: accuracy(logits, data, cases) for kind, cases in dictionary_cases(data.words, count, seed).items()}
     figures |= {f"dictionary_acc_{kind}": value for kind, value in by_kind.items()}
     figures["dictionary_acc"] = fmean(by_kind.values())
-    for length in lengths:
-        cases = lookup_cases(
-            data.material(held_out=True), count, LOOKUP_TOKENS[length], lambda text: len(data.encode(text)), seed
-        )
+    material = data.material(held_out=True)
+    for length, tokens in LOOKUP_TOKENS.items():
+        cases = lookup_cases(material, count, tokens, lambda text: len(data.encode(text)), seed)
         figures[f"lookup_acc_{length}"] = accuracy(logits, data, cases)
     return figures

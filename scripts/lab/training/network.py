@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 
-@dataclass
-class Packed:
+class Packed(NamedTuple):
     """Documents one after another in one flat batch."""
 
     tokens: Tensor  # [tokens] int64
@@ -85,7 +83,7 @@ def yarn_frequencies(config: dict[str, Any]) -> Tensor:
 
 
 def softmax_scale(config: dict[str, Any]) -> float:
-    """1 / sqrt(dim), times what YaRN adds for a longer context."""
+    """Return 1 / sqrt(dim), times what YaRN adds for a longer context."""
     scaling = config["rope_scaling"]
     mscale = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
     return (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5 * mscale * mscale

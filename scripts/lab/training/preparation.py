@@ -18,7 +18,7 @@ from rich.progress import track
 from tokenizers import Tokenizer
 
 from lab.training import sources
-from lab.training.chats import CHAT_TEMPLATE, Material, dictionary_cases, dictionary_chat, lookup_chat
+from lab.training.chats import CHAT_TEMPLATE, Material, dictionary_chat, lookup_chat
 from lab.training.sources import DOCUMENTATION, Document, Word
 
 HELD_OUT_ONE_IN = 50  # pages; and about HELD_OUT_TOKENS of each package
@@ -33,7 +33,7 @@ CODAS = ["", "", "l", "m", "n", "r", "s", "t", "x", "nd", "rk"]
 
 
 def documents(folder: Path) -> Iterator[Document]:
-    """All prose, package by package; repeated paragraphs are left out."""
+    """Yield all prose, package by package; repeated paragraphs are left out."""
     seen: set[bytes] = set()
     yield from sources.novels(folder)
     yield from sources.glosses(folder)
@@ -56,7 +56,7 @@ def documents(folder: Path) -> Iterator[Document]:
 
 
 def is_held_out(document: Document) -> bool:
-    """One page in `HELD_OUT_ONE_IN`, by its name; of the few chapters of the novels, one in ten."""
+    """Choose one page in `HELD_OUT_ONE_IN`, by its name; of the few chapters of the novels, one in ten."""
     one_in = 10 if document.source == sources.NOVELS[0] else HELD_OUT_ONE_IN
     if document.source == sources.WORDNET[0]:
         return False  # the dictionary is examined on words that the training has seen
@@ -102,14 +102,6 @@ def few_tokens(tokenizer: Tokenizer, texts: list[str], spaced: int, bare: int) -
     return [text for text, one, two in zip(texts, after, alone, strict=True) if len(one) <= spaced and len(two) <= bare]
 
 
-def write_words(out: Path, words: list[Word], count: int) -> dict[str, int]:
-    """The dictionary, and the questions of the examination with their answers."""
-    (out / "words.json").write_text(json.dumps([asdict(word) for word in words], separators=(",", ":")))
-    held_out = {kind: [case._asdict() for case in cases] for kind, cases in dictionary_cases(words, count, 0).items()}
-    (out / "dictionary_held_out.json").write_text(json.dumps(held_out, indent=0))
-    return {kind: len(cases) for kind, cases in held_out.items()}
-
-
 def held_out_pages(pages: list[Document]) -> list[Document]:
     """The pages of the examination: not many of one package."""
     found, budget = [], Counter()
@@ -144,6 +136,7 @@ def write(
     drawn = few_tokens(tokenizer, drawn, spaced=3, bare=5)[:names]
     values = few_tokens(tokenizer, common, spaced=1, bare=2)[:VALUE_WORDS] + few_tokens(tokenizer, numbers, 2, 2)
     chosen = {"names": drawn[names // 10 :], "held_out_names": drawn[: names // 10], "values": values}
+    (out / "words.json").write_text(json.dumps([asdict(word) for word in words], separators=(",", ":")))
     (out / "lookups.json").write_text(json.dumps(chosen, separators=(",", ":")))
 
     statistics: dict[str, Any] = {}
@@ -161,7 +154,6 @@ def write(
             "tokens_by_package": dict(sizes),
         }
     statistics["words_by_part"] = dict(Counter(word.part for word in words))
-    statistics["dictionary_held_out"] = write_words(out, words, 400)
     statistics["lookups"] = {kind: len(of_kind) for kind, of_kind in chosen.items()}
     (out / "statistics.json").write_text(json.dumps(statistics, indent=1) + "\n")
     return statistics

@@ -119,7 +119,7 @@ def page_files(folder: Path, package: str) -> list[Path]:
 
 
 def novel_lines(path: Path) -> Iterator[list[str]]:
-    """Each vector of strings in an R data file (`.rdb`): a length, then a compressed object, repeated."""
+    """Yield each vector of strings in an R data file (`.rdb`): a length, then a compressed object, repeated."""
     rest = path.read_bytes()
     while rest:
         inflater = zlib.decompressobj()
@@ -146,7 +146,7 @@ def novels(folder: Path) -> Iterator[Document]:
 
 
 def glosses(folder: Path) -> Iterator[Document]:
-    """All of WordNet as a printed dictionary has it, with examples, in pages."""
+    """Yield all of WordNet as a printed dictionary has it, with examples, in pages."""
     for part in PARTS_OF_SPEECH:
         lines = []
         for line in (folder / WORDNET[0] / f"usr/share/wordnet/data.{part}").read_text().splitlines():
@@ -251,7 +251,7 @@ def _synsets(path: Path) -> dict[str, Synset]:
 
 
 def _resolve(opposites: list[tuple[str, str, str, int]], synsets: dict[str, dict[str, Synset]]) -> Iterator:
-    """Each opposite as the word it belongs to and its own word."""
+    """Yield each opposite as the word it belongs to and its own word."""
     for owner, part, target, number in opposites:
         name = synsets[part][target][0][max(number, 1) - 1]
         if name.isalpha() and name.islower():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bench import rates_file
 from bench.cases import DN, DR, DV, Case
-from bench.exchange_rates import write_exchange
+from bench.rates_file import write_exchange
 
 from sglang_mla_ext.configs import config_names, read_config
 from sglang_mla_ext.prefix.planner.cost_model import CostModel

@@ -130,14 +130,15 @@ def test_the_study(data: Data) -> None:
         assert layers["wrong_lse_base", layer] > layers["hybrid_mla", layer]
 
 
-def test_the_command(folder: Path, data: Data, tmp_path: Path) -> None:
+def test_the_command(folder: Path, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = data.tokenizer.get_vocab_size()
     (tmp_path / "config.json").write_text(json.dumps(config(vocab)))
     save_file({name: w.contiguous() for name, w in network(vocab).state_dict().items()}, tmp_path / "model.safetensors")
     app = accuracy.typer.Typer()
     app.command()(accuracy.main)
     out = tmp_path / "accuracy.jsonl"
-    options = ["--model", "demo", "--weights", str(tmp_path), "--data", str(folder), "--out", str(out)]
+    monkeypatch.setattr(accuracy, "MODEL", tmp_path)
+    options = ["--model", "demo", "--data", str(folder), "--out", str(out)]
     sizes = ["--prose-tokens", "0", "--cases", "0", "--lengths", "512:2", "--impl", "hybrid_mla_fp8_rows"]
     found = CliRunner().invoke(app, [*options, *sizes])
     assert found.exit_code == 0, found.output

@@ -20,13 +20,13 @@ CELLS = {name: [cell for of_case in of.cells(name) for cell in of_case] for name
 
 @pytest.fixture(scope="module")
 def command() -> ModuleType:
-    return pytest.importorskip("lab.papers.reproduce")
+    return pytest.importorskip("lab.papers.command")
 
 
 @pytest.fixture(scope="module")
 def runs() -> ModuleType:
     """Imported here: it imports Triton (see conftest)."""
-    return pytest.importorskip("lab.papers.runs")
+    return pytest.importorskip("bench.measured")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_cells_are_those_of_the_papers():
     }
     assert {name: len(cells) for name, cells in CELLS.items()} == {
         FIGURE_3: 90 * 6,
-        FIGURE_4: 4 * 10,
+        FIGURE_4: 4 * 4,
         "snapmla-figure-5": 12 * 4 + 4,  # requests are stacked with 16 heads
         "snapmla-figure-6": 16 * 4 + 8,  # and with 32
         "etap-figure-1": 16 * 5,
@@ -91,7 +91,7 @@ def test_a_run_goes_on_where_it_stopped(command, tmp_path, capsys):
     def again(**options: Any) -> int:
         asked.clear()
         done = command.keys_by_gpu(out).get("cpu", set())
-        return command.reproduce(AMLA, out, done, measured, **options)
+        return command.measure_missing(AMLA, out, done, measured, **options)
 
     assert again() == 12 and len(asked) == 48 and len(read_records(out)) == 36
     assert again(skip=["flashinfer_mla"]) == 0 and not asked
@@ -106,14 +106,12 @@ def test_a_run_goes_on_where_it_stopped(command, tmp_path, capsys):
 
 
 def test_list_needs_no_gpu(command, tmp_path, sample):
-    app = command.typer.Typer()
-    app.command()(command.main)
     for out, columns in ((tmp_path / "none.jsonl", ["540", "0"]), (sample, ["540", "540"])):
-        found = CliRunner().invoke(app, ["--list", "--out", str(out)])
+        found = CliRunner().invoke(command.app, ["reproduce", "--list", "--out", str(out)])
         assert found.exit_code == 0, found.output
         (line,) = (line for line in found.output.splitlines() if FIGURE_3 in line)
-        assert line.replace("│", " ").split()[-2:] == columns
-    assert CliRunner().invoke(app, ["figure-9"]).exit_code == 2
+        assert line.split()[-2:] == columns
+    assert CliRunner().invoke(command.app, ["reproduce", "figure-9"]).exit_code == 2
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -126,26 +124,18 @@ def test_every_cell_has_a_function_that_measures_it(name, runs, monkeypatch):
         called.append(function)
         return {"ms": 1.0}
 
-    for stand_in in ("grouped_absorb", "flashmla_tail", "FP8Cache", "default"):
+    for stand_in in ("grouped_absorb", "flashmla_tail"):
         monkeypatch.setattr(runs, stand_in, lambda *_, stand_in=stand_in: stand_in)
-    parts = {part: part for part in ("naive", "merge", "all")}
-    monkeypatch.setattr(
-        runs, "our_parts", lambda case, dtype: {key: f"{value} {dtype}" for key, value in parts.items()}
-    )
-    monkeypatch.setattr(runs, "projection", lambda case, part: part)
+    monkeypatch.setattr(runs, "our_part", lambda case, dtype, part: f"{part} {dtype}")
     monkeypatch.setattr(runs, "measure", measure)
-    monkeypatch.setattr(runs, "measure_ours", lambda case, *_: measure("FP8 rows", 1, None))
-    monkeypatch.setattr(
-        runs, "measure_rival", lambda rival, case, rep: measure(rival.make.__name__, rep, rival.work(case))
-    )
+    monkeypatch.setattr(runs, "measure_fp8_rows", lambda case, *_: measure("FP8 rows", 1, None))
+    for rival, of in RIVALS.items():
+        monkeypatch.setitem(runs.RIVALS, rival, of._replace(make=lambda case, rival=rival: rival))
     for cell in CELLS[name]:
-        assert runs.measured(cell, 20) == {"ms": 1.0}
+        assert runs.measured(*cell.of[:3], cell.case, 20) == {"ms": 1.0}
     expected = {
         FIGURE_3: {"flashmla_bf16", "flashmla_fp8", "flashinfer_mla", "typhoon_parts", "all bf16", "all fp8"},
-        FIGURE_4: {
-            *("flashmla_bf16", "flashmla_tail", "w_kc", "w_vc", "flashinfer_fa3_naive"),
-            *("merge bf16", "naive bf16", "naive fp8", "all bf16", "all fp8"),
-        },
+        FIGURE_4: {"flashmla_bf16", "flashmla_tail", "naive bf16", "naive fp8"},
         AMLA: {"flashmla_bf16", "flashmla_fp8", "flashinfer_mla", "FP8 rows"},
     }
     assert set(called) == expected.get(name, expected[AMLA] | {"grouped_absorb"})

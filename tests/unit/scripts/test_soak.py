@@ -178,7 +178,7 @@ def test_a_soak_that_was_stopped_is_recorded_and_in_no_table(tmp_path: Path) -> 
     outcome = Outcome(requests=5)
     outcome.verdicts["right"] = 5
     for excluded in ("stopped before its end", None):
-        record(tmp_path / "s", "hybrid_mla", {}, outcome, 60, None, excluded)
+        record(tmp_path / "s", "hybrid_mla", {}, outcome, excluded, minutes=1.0)
         assert len(rows_of(SPECS["soak"], read_records(tmp_path / "s"))) == (excluded is None)
 
 
