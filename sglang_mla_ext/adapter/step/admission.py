@@ -32,7 +32,7 @@ from sglang_mla_ext.adapter.step.mixed import MixedRule, is_extend, refusal_of
 from sglang_mla_ext.adapter.step.paired import PairedSteps
 from sglang_mla_ext.adapter.step.passes import Kind, Pass
 from sglang_mla_ext.adapter.step.voting import Voting
-from sglang_mla_ext.predict.mixed import MOST_STEPS  # plain Python
+from sglang_mla_ext.predict.mixed import MOST_STEPS, MOST_STEPS_WITH_DRAFTS  # plain Python
 from sglang_mla_ext.reasons import Fallback, NotMixed
 from sglang_mla_ext.rows import Rows
 
@@ -217,7 +217,8 @@ class Admission:
             free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
             if self._left + len(running.reqs) * scheduler.page_size > free:
                 return 0
-        return tokens if 0 < waiting <= MOST_STEPS * tokens else 0
+        most_steps = MOST_STEPS_WITH_DRAFTS if self.paired.possible else MOST_STEPS
+        return tokens if 0 < waiting <= most_steps * tokens else 0
 
     def add_request(
         self, original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any

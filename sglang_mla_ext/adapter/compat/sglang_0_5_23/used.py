@@ -114,6 +114,7 @@ MIXED_WITH_DRAFTS = needed_for(
             (_SCHEDULE_BATCH, "prefill_input_ids_cpu", "attribute"),
             (_SCHEDULE_BATCH, "req_pool_indices", "attribute"),
             (_REQ, "seqlen", "attribute"),
+            (_BATCH, "input_ids", "attribute"),
             (_BATCH, "_init_num_token_non_padded", "function", "self", "device is_draft_worker"),
             ("layers.logits_processor.LogitsProcessorOutput", "hidden_states", "attribute"),
             ("model_executor.model_runner.ModelRunnerOutput", "logits_output", "attribute"),

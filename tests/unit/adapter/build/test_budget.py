@@ -336,7 +336,7 @@ def test_the_latent_part_allocates_no_more_than_it_says_beforehand(
         programs=9,
         query_tokens=queries,
     )
-    fresh = world._build.stock_and_latent(None, None, None, queries, SimpleNamespace(fall_back=None))[1]
+    fresh = world._build.stock_and_latent(None, None, None, queries, SimpleNamespace(fall_back=print))[1]
     assert fresh.workspace_bytes == kept() == 0
     fresh.allocate(12, 64, 1000)
     assert (fresh.grouped_page is not None) == grouped

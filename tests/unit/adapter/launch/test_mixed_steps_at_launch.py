@@ -9,11 +9,14 @@ import pytest
 import test_limits
 import torch
 
+from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.launch import mixed_steps
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.options import HybridMLAOptions
 
 MIXED = {"enable_mixed_chunk": True}
+OLDEST = contract.line() == "0.5.17"
+"""There nothing is mixed beside drafts."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +44,10 @@ def test_new_tokens_are_not_mixed_beside_ngram_embeddings(monkeypatch: pytest.Mo
         ({"enable_dp_attention": True, "dp_size": 2}, None, 512, 0),
         ({}, 0, 0, 0),
         (MIXED, 0, 0, 0),
-        (test_limits.EAGLE, 100, 0, 0),
+        (test_limits.EAGLE, 100, *([0, 0] if OLDEST else [64, 64])),
+        ({**test_limits.EAGLE, "speculative_algorithm": "STANDALONE"}, 100, 0, 0),
+        ({**test_limits.EAGLE, "speculative_eagle_topk": 2}, 100, 0, 0),
+        ({**test_limits.EAGLE, "enable_dp_attention": True, "dp_size": 2}, 100, 0, 0),
         ({"enable_dp_attention": True, "dp_size": 2}, 64, 64, 64),
         ({"enable_return_routed_experts": True}, 100, 0, 0),
         ({"disaggregation_mode": "prefill"}, 100, 0, 0),
@@ -96,3 +102,7 @@ def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_graphs_reach_up_to_the_most_rows(sizes: list[int], most: int, expected: list[int]) -> None:
     assert mixed_steps.graph_sizes(sizes, most) == expected
+
+
+def test_graphs_of_verify_steps_are_as_many_rows_apart() -> None:
+    assert mixed_steps.graph_sizes([1, 128], 192, query_tokens=4) == [1, 128, 144, 160, 176, 192]
