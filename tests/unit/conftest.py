@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fork_server import ForkServer, environment_without_sglangs
+from release import published_arguments
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.installed import TreeView
@@ -211,9 +212,7 @@ def any_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def published() -> Iterator[None]:
-    """See doubles.published_arguments."""
-    from doubles import published_arguments
-
+    """See release.published_arguments."""
     with published_arguments():
         yield
 
