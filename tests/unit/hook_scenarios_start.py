@@ -219,7 +219,7 @@ def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
 
 
 def scenario_the_scheduler_gets_no_further_without_the_backend() -> None:
-    from conftest import Tree
+    from trees import Tree
 
     kind, message = refused(lambda: make_scheduler(Tree(PAGE).cache))
     assert kind == "ContractError" and "SGLang did not build the backend" in message

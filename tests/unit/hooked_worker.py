@@ -204,9 +204,9 @@ class Server:
         metrics_collector: Any = None,
         **given: Any,
     ) -> None:
-        from conftest import Tree
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+        from trees import Tree
 
         from sglang_mla_ext.adapter.build import model
         from sglang_mla_ext.adapter.step.session import process
