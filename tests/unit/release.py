@@ -15,13 +15,13 @@ OLDEST = contract.line() == "0.5.17"
 
 
 @contextmanager
-def published_arguments() -> Iterator[None]:
+def published_arguments(**given: Any) -> Iterator[None]:
     """In this context the process has published the arguments of a server of one rank, and who it is. SGLang's pools
-    read them from 0.5.23 on."""
+    and its tree read them from 0.5.23 on."""
     from sglang.srt.runtime_context import get_context, get_parallel
 
-    group = SimpleNamespace(cpu_group=None)
-    with get_context().override_server_args(device="cpu"), get_parallel().override(attn_dcp_rank=0, tp_group=group):
+    rank = dict(attn_dcp_rank=0, tp_group=SimpleNamespace(cpu_group=None))
+    with get_context().override_server_args(device="cpu", **given), get_parallel().override(**rank):
         yield
 
 
