@@ -43,6 +43,20 @@ class Step(NamedTuple):
 PAGE_SIZES = (1, 64)
 
 
+def whole_path(view: Any, request: Any) -> list[tuple[Any, int]]:
+    """Identity and end of each node on a request's path, as the tree of a view itself has it now."""
+    if not OLDEST:
+        if request.last_node in (None, view._core.root_node_handle()):
+            return []
+        (numbered,) = view._paths([request.last_node])
+        return [(node.node_id, node.path_end) for node in numbered]
+    path, node = [], request.last_node
+    while node is not None and node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return list(zip(path[::-1], accumulate(len(node.key) for node in path[::-1]), strict=True))
+
+
 class TreeOfNodes:
     """SGLang's radix cache over slots that nothing is stored in. `rows` says what would be: a fresh number for each."""
 
@@ -125,11 +139,7 @@ class TreeOfNodes:
 
     def whole(self, request: Request) -> list[tuple[Any, int]]:
         """Identity and end of each node on a request's path, as the tree itself has it now."""
-        path, node = [], request.last_node
-        while node is not None and node.parent is not None:
-            path.append(node)
-            node = node.parent
-        return list(zip(path[::-1], accumulate(len(node.key) for node in path[::-1]), strict=True))
+        return whole_path(self.view, request)
 
     def is_there(self, node: Any, end: int) -> bool:
         """Return whether the tree has a node, which ends there."""
@@ -223,12 +233,6 @@ class TreeOfNumbers(TreeOfNodes):
 
     def identity(self, handle: Any) -> int:
         return int(handle.id)
-
-    def whole(self, request: Request) -> list[tuple[int, int]]:
-        if request.last_node in (None, self.root):
-            return []
-        (path,) = self.view._paths([request.last_node])
-        return [(node.node_id, node.path_end) for node in path]
 
     def is_there(self, node: int, end: int | None = None) -> bool:
         try:
