@@ -16,7 +16,7 @@ import torch
 from hook_scenarios_mixed import TOKENS, Mixes
 from hook_scenarios_sleep import Saver, asked, updater
 from hooked_worker import DN, DR, DV, HEADS, PAGE, PROMPT, RANK, Server, batch_of
-from release import UpdateRequest, prefill_runs
+from release import OLDEST, UpdateRequest, prefill_runs
 
 SHARED = 13 * PAGE  # tokens
 PASSES = 12  # within which sharing is back, when nothing fails any more
@@ -150,7 +150,12 @@ class Life:
             raise WrongAnswer("SGLang's own part was not called")
 
     def weights_change(self) -> None:
+        if OLDEST:
+            assert self.manager.update_weights_from_disk(self.recv_req).success
+            return
+        assert self.manager.begin_weight_update(self.recv_req).success
         assert self.manager.update_weights_from_disk(self.recv_req).success
+        assert self.manager.end_weight_update(self.recv_req).success
 
     def sleep(self) -> None:
         self.manager.release_memory_occupation(asked("kv_cache"))

@@ -201,6 +201,17 @@ def scenario_weights_that_change_take_expansions_and_scales_along() -> None:
         check_expanded(server, requests[0])
         for scale, old in zip((buffers.k_scale, buffers.v_scale), before, strict=True):
             assert torch.allclose(scale, old * torch.tensor([[1.0], [4.0]])), source
+    if OLDEST:
+        return
+    # Weights that a peer has written: SGLang hears of them when the update ends.
+    manager.end_weight_update(recv_req)
+    manager.begin_weight_update(recv_req)
+    server.forward("DECODE", requests)
+    assert server.shares() and server.pool.used_chunks == 4
+    assert manager.end_weight_update(recv_req).success
+    assert (server.pool.used_chunks, server.shares()) == (0, False)
+    server.forward("DECODE", requests)
+    check_expanded(server, requests[0])
 
 
 def check_expanded(server: Server, request: Any) -> None:
