@@ -96,8 +96,7 @@ PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: tests/unit" run_pytest -m "not slow"
 PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: its Triton" run_pytest "${KERNELS_OF_OLDEST[@]}"
 # Last, because these use all cores when the server tests have ended.
 for folder in tests/unit tests/kernels; do
-    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile \
-        "$folder"
+    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile "$folder"
 done
 step tests/server finish_server_tests $SGLANG_VERSION
 step "SGLang $OLDEST: tests/server" finish_server_tests $OLDEST
