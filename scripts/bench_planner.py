@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 from bench.records import Report
 from bench.tables import table
-from bench.trees import CASES, PAGE, Request, Tree
+from bench.trees import CASES, PAGE, Request, Tree, TreeOfNodes
 
 from sglang_mla_ext.adapter.compat.installed import TreeView
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
@@ -51,7 +51,7 @@ class NoExpander:
         pass
 
 
-def shared_prefixes(heads: int, chunks: int, tree: Tree) -> Sharing:
+def shared_prefixes(heads: int, chunks: int, tree: TreeOfNodes) -> Sharing:
     """Make a server's shared prefixes, with room for so many chunks; grouped absorb where it stacks this many heads."""
     counters, pool = Counters(), ExpandedPool(chunks, CHUNK_TOKENS)
     planner = Planner(

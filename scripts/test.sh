@@ -19,11 +19,10 @@ cd "$REPOSITORY"
 OLDEST=0.5.17
 UNIT_OF_OLDEST=(tests/unit/test_{cli,status}.py tests/unit/adapter/test_plugin.py tests/unit/scripts/test_bench_planner.py
     tests/unit/adapter/launch/test_{dp_routing,examine,features,mixed_steps_at_launch,models_at_launch}.py
-    tests/unit/adapter/step/test_{admission,backend_interface,mixed}.py tests/unit/adapter/latent/test_{host_cache,tree_on_host}.py
-    tests/unit/adapter/compat/test_{contract,contract_reads,shared_nodes,syntax,tree_view}.py
-    tests/unit/prefix/test_{grouped_prefixes,segments,shared_prefixes}.py) # many are about trees of nodes
-# Not adapted to the newest yet: here their worker is put together as the oldest does.
-ONLY_OF_OLDEST=(tests/unit/adapter/step/test_{faults,hooks}.py tests/unit/adapter/latent/test_latent_pool.py)
+    tests/unit/adapter/step/test_{admission,backend_interface,faults,hooks,mixed}.py
+    tests/unit/adapter/latent/test_{host_cache,latent_pool,tree_on_host}.py
+    tests/unit/adapter/compat/test_{contract,contract_reads,shared_nodes,syntax,traffic,tree_view}.py
+    tests/unit/prefix/test_{grouped_prefixes,segments,shared_prefixes}.py)
 KERNELS_OF_OLDEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins
 SERVERS_OF_OLDEST=(tests/server/test_answers.py tests/server/test_launch.py::test_launch_stops
     tests/server/test_mixed_steps.py::test_tokens_are_mixed_with_running_requests
@@ -93,12 +92,11 @@ step "Spelling" "$PYTHON" -m codespell_lib
 step "Markdown" "$PYTHON" -m pymarkdown scan --recurse README.md CHANGELOG.md docs configs scripts
 step "Types" "$PYTHON" -m mypy
 # In one process: another would import SGLang for itself, which takes longer than it would save.
-PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: tests/unit" run_pytest -m "not slow" "${UNIT_OF_OLDEST[@]}" "${ONLY_OF_OLDEST[@]}"
+PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: tests/unit" run_pytest -m "not slow" "${UNIT_OF_OLDEST[@]}"
 PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: its Triton" run_pytest "${KERNELS_OF_OLDEST[@]}"
 # Last, because these use all cores when the server tests have ended.
 for folder in tests/unit tests/kernels; do
-    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile \
-        "${ONLY_OF_OLDEST[@]/#/--ignore=}" "$folder"
+    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile "$folder"
 done
 step tests/server finish_server_tests $SGLANG_VERSION
 step "SGLang $OLDEST: tests/server" finish_server_tests $OLDEST

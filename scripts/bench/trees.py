@@ -1,7 +1,6 @@
 """Radix trees as servers have them, and the requests that run on them: the cases of bench_planner.py.
 
-The tree is SGLang's own, over a pool that does not exist. Nodes are put in by SGLang below a given one, so that a chain
-of a thousand costs no thousand walks from the root.
+The tree is that of the installed SGLang, over a pool that does not exist.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.cpu import stubs
 
 PAGE = 64  # tokens
@@ -22,27 +22,39 @@ PAGE = 64  # tokens
 
 @dataclass(eq=False)
 class Request:
-    """Request as the planner reads it. `kind` says which of a case's requests it is like."""
+    """Request as the planner reads it. `kind` says which of a case's requests it is like, `lock` is SGLang's."""
 
     rid: str
     last_node: Any
     kind: int
+    lock: Any
 
     def finished(self) -> bool:
         return False
 
 
-class Tree:
-    """SGLang's radix cache, and requests that hold nodes of it."""
+class TreeOfNodes:
+    """SGLang 0.5.17's radix cache, and requests that hold nodes of it.
+
+    Attributes:
+        root: below which `chain` begins.
+    """
 
     def __init__(self) -> None:
         if stubs.needed():
             stubs.install()
+        nothing = lambda slots, start_pos=0: None  # noqa: E731
+        self.cache = self._new_cache(SimpleNamespace(device="cpu", page_size=PAGE, free=nothing, free_segment=nothing))
+        self.root = self._root()
+        self._numbers = itertools.count()
+
+    def _new_cache(self, allocator: Any) -> Any:
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
-        allocator = SimpleNamespace(device="cpu", free_segment=lambda slots, start_pos: None)
-        self.cache = RadixCache.create_simulated(page_size=PAGE, mock_allocator=allocator)
-        self._numbers = itertools.count()
+        return RadixCache.create_simulated(page_size=PAGE, mock_allocator=allocator)
+
+    def _root(self) -> Any:
+        return self.cache.root_node
 
     def chain(self, node: Any, *pages: int) -> Any:
         """Nodes of so many pages, each below the one before, with text that nothing else has; the last of them."""
@@ -55,12 +67,60 @@ class Tree:
 
     def start(self, end: Any, kind: int) -> Request:
         """A request whose cached prefix ends in this node."""
-        self.cache.inc_lock_ref(end)
-        return Request(f"request {next(self._numbers)}", end, kind)
+        return Request(f"request {next(self._numbers)}", end, kind, self.cache.inc_lock_ref(end))
 
     def finish(self, request: Request) -> None:
         self.cache.dec_lock_ref(request.last_node)
 
+
+class TreeOfNumbers(TreeOfNodes):
+    """The same of 0.5.23, whose core puts nothing in below a given node: here a node is the text down to its end."""
+
+    def _new_cache(self, allocator: Any) -> Any:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        params = dict(disable=False, req_to_token_pool=SimpleNamespace(), page_size=PAGE)
+        return UnifiedRadixCache(
+            CacheInitParams(**params, token_to_kv_pool_allocator=allocator, tree_components=(ComponentType.FULL,))
+        )
+
+    def _root(self) -> array:
+        return array("q")
+
+    def chain(self, node: array, *pages: int) -> array:
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        text = array("q", node)
+        ends = [len(text)]
+        for count in pages:
+            text.extend(array("q", [next(self._numbers)]) * (count * PAGE))
+            ends.append(len(text))
+        slots = torch.zeros(len(text), dtype=torch.int64)
+        self.cache.insert(InsertParams(key=RadixKey(text), value=slots, prev_prefix_len=ends[0]))
+        # A question for a shorter text cuts the node that it ends in. In the middle first: fewer are walked through.
+        for cut in sorted(range(1, len(pages)), key=lambda cut: cut & -cut, reverse=True):
+            self._match(text[: ends[cut]])
+        return text
+
+    def start(self, end: array, kind: int) -> Request:
+        return super().start(self._match(end), kind)
+
+    def _match(self, text: array) -> int:
+        """The node that a text ends in."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        return int(self.cache.match_prefix(MatchPrefixParams(key=RadixKey(text))).last_device_node)
+
+    def finish(self, request: Request) -> None:
+        self.cache.dec_lock_ref(request.last_node, request.lock.to_dec_params())
+
+
+Tree = TreeOfNodes if contract.line() == "0.5.17" else TreeOfNumbers
+"""The installed SGLang's."""
 
 Start = Callable[[int], Request]
 """Starts a request like the one of this number, with a private end of its own."""
@@ -76,36 +136,36 @@ class Case:
     """
 
     requests: int
-    make: Callable[[Tree], Start]
+    make: Callable[[TreeOfNodes], Start]
 
 
-def one_prompt(tree: Tree) -> Start:
+def one_prompt(tree: TreeOfNodes) -> Start:
     """One prompt of 26,624 tokens, and an end of 512."""
-    prompt = tree.chain(tree.cache.root_node, 416)
+    prompt = tree.chain(tree.root, 416)
     return lambda kind: tree.start(tree.chain(prompt, 8), kind)
 
 
-def agents(tree: Tree) -> Start:
+def agents(tree: TreeOfNodes) -> Start:
     """Sessions of 20 turns of 512 tokens each, below a system prompt of 8,192."""
-    prompt = tree.chain(tree.cache.root_node, 128)
+    prompt = tree.chain(tree.root, 128)
     return lambda kind: tree.start(tree.chain(prompt, *[8] * 20), kind)
 
 
-def shared_chain(tree: Tree) -> Start:
+def shared_chain(tree: TreeOfNodes) -> Start:
     """One chain of 500 nodes of 64 tokens, and an end of 512."""
-    last = tree.chain(tree.cache.root_node, *[1] * 500)
+    last = tree.chain(tree.root, *[1] * 500)
     return lambda kind: tree.start(tree.chain(last, 8), kind)
 
 
-def pairs(tree: Tree) -> Start:
+def pairs(tree: TreeOfNodes) -> Start:
     """Two requests for each prompt of 2,048 tokens, each with an end of 512."""
-    prompts = [tree.chain(tree.cache.root_node, 32) for _ in range(512)]
+    prompts = [tree.chain(tree.root, 32) for _ in range(512)]
     return lambda kind: tree.start(tree.chain(prompts[kind // 2], 8), kind)
 
 
-def private_chains(tree: Tree) -> Start:
+def private_chains(tree: TreeOfNodes) -> Start:
     """Nothing shared, and 1,000 nodes of 64 tokens each."""
-    return lambda kind: tree.start(tree.chain(tree.cache.root_node, *[1] * 1000), kind)
+    return lambda kind: tree.start(tree.chain(tree.root, *[1] * 1000), kind)
 
 
 CASES = {

@@ -1,7 +1,7 @@
 """The kernels compile for Hopper at DeepSeek-V3's dimensions, without a GPU, and fit it as planned.
 
-CI runs this with the Triton of each of its SGLangs: registers and spills are the compiler's. With the newest one, one
-configuration of each kernel is compiled: that most is asked of. With the other one some are that differ more, and the
+CI runs this with the Triton of each of its SGLangs: registers and spills are the compiler's. With the oldest one, one
+configuration of each kernel is compiled: that most is asked of. With the newest one some are that differ more, and the
 rest with `-m slow`: after changes of a kernel that multiplies matrices.
 
 Compiled in a process of its own: in this one the kernels are bound to the interpreter.
@@ -382,7 +382,7 @@ OTHERS = ["append_latent", "fetch_latent", "fill_page_table", "quantize_query", 
 OTHERS += ["merge_ranks", "push_to_ranks"]
 # Of 1,024 rows, in two tiles, and of 256, in a third of the time.
 SCHEDULES = ["schedule_tails128x1", "schedule_tails16x4"]
-if TRITON >= (3, 8):  # of the newest SGLang
+if TRITON < (3, 8):  # of the oldest SGLang
     PRODUCTS = ["naive64_fp8e4nv", "hopper128_bf16", "expand_fp8"]
     PRODUCTS += ["absorb16x4", "absorb_fp8_16x4", "absorb_fp8_few_8x2"]
     MERGES = ["merge_latent", "merge_latent_watched"]

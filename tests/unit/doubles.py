@@ -63,14 +63,6 @@ def server_args(**given: Any) -> Arguments:
     return Arguments(**{**values, **given})
 
 
-def published_arguments() -> Any:
-    """A context, in which this process has published the arguments of a server of one rank. SGLang's pools read them
-    from 0.5.23 on. With `install()` they stay."""
-    from sglang.srt.runtime_context import get_context
-
-    return get_context().override_server_args(device="cpu")
-
-
 def get_mla_metadata(cache_seqlens: Tensor, num_heads: int, num_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
     """FlashMLA's schedule; here it says which lengths it is for."""
     assert cache_seqlens.dtype == torch.int32 and num_kv_heads == 1 and num_heads % HEADS == 0

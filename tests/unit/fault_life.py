@@ -16,6 +16,7 @@ import torch
 from hook_scenarios_mixed import TOKENS, Mixes
 from hook_scenarios_sleep import Saver, asked, updater
 from hooked_worker import DN, DR, DV, HEADS, PAGE, PROMPT, RANK, Server, batch_of
+from release import OLDEST, UpdateRequest, prefill_runs
 
 SHARED = 13 * PAGE  # tokens
 PASSES = 12  # within which sharing is back, when nothing fails any more
@@ -84,14 +85,13 @@ class Life:
         self.loading.load_stream = SimpleNamespace(wait_stream=lambda stream: None)
         self.loading.l2_transfer_engine = SimpleNamespace(host_to_device_stream=self.loading.load_stream)
         self.server.scheduler.forward_stream = "steps"
-        self.manager = updater(self.server, self.saver, flush=lambda: False)
-        self.manager.tp_worker.update_weights_from_disk = self._update_weights
+        self.manager = updater(self.server, self.saver, flush=lambda: False, update=self._update_weights)
         self.mixes = Mixes(self.server)
         reporter = SimpleNamespace(
             num_generated_tokens=0, forward_ct_decode=0, report_decode_stats=lambda can, running_batch: None
         )
         object.__setattr__(self.mixes.results, "metrics_reporter", reporter)
-        self.recv_req = SimpleNamespace(flush_cache=False, disable_draft_model=True)
+        self.recv_req = UpdateRequest()
 
     # ---- what happens
 
@@ -150,7 +150,12 @@ class Life:
             raise WrongAnswer("SGLang's own part was not called")
 
     def weights_change(self) -> None:
+        if OLDEST:
+            assert self.manager.update_weights_from_disk(self.recv_req).success
+            return
+        assert self.manager.begin_weight_update(self.recv_req).success
         assert self.manager.update_weights_from_disk(self.recv_req).success
+        assert self.manager.end_weight_update(self.recv_req).success
 
     def sleep(self) -> None:
         self.manager.release_memory_occupation(asked("kv_cache"))
@@ -166,10 +171,9 @@ class Life:
     def _begin() -> None:
         raise StopIteration
 
-    def _update_weights(self, recv_req: Any) -> tuple[bool, str]:
+    def _update_weights(self) -> None:
         for layer in self.server.layers:
             layer.kv_b_proj.weight.mul_(-1.25)
-        return True, "done"
 
     # ---- forward passes
 
@@ -278,7 +282,7 @@ class Life:
         k = torch.cat([expanded[..., :DN], latent[:, None, RANK:].expand(-1, HEADS, -1)], dim=-1)
         batch.prepare_chunked_prefix_cache_info(torch.device("cpu"))
         out, lse = self.server.backend.forward_extend(q, k, expanded[..., DN:], layer.attn_mha, batch, False)
-        forward_mha._resolve_attn_backend = lambda forward_batch: self.server.backend
+        prefill_runs(self.server.backend)
         out = forward_mha.DeepseekMHAForwardMixin._chunked_prefix_attn_mha(
             layer, q=q, accum_output=out, accum_lse=lse, forward_batch=batch
         )

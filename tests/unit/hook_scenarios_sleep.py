@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from hook_scenarios_step import check_decode_step, check_expanded
 from hooked_worker import BUDGET, PAGE, PROMPT, Server
+from release import weight_updater
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Saved = list[tuple[str, torch.Tensor]]
@@ -66,20 +67,12 @@ class Saver:
         return sum({t.data_ptr(): t.nbytes for of_tag, t in self.saved if of_tag == tag}.values())
 
 
-def updater(server: Server, saver: Saver, flush: Callable[..., bool] | None = None) -> Any:
-    """SGLang's part of the scheduler that releases and resumes."""
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-
+def updater(
+    server: Server, saver: Saver, flush: Callable[..., bool] | None = None, update: Callable[[], None] = lambda: None
+) -> Any:
+    """SGLang's part of the scheduler that releases and resumes, and updates weights."""
     torch.distributed.barrier = lambda group=None: None
-    runner = SimpleNamespace(model=torch.nn.Identity(), server_args=SimpleNamespace(weight_cache_mode="off"))
-    return SchedulerWeightUpdaterManager(
-        tp_worker=SimpleNamespace(model_runner=runner),
-        draft_worker=None,
-        tp_cpu_group=None,
-        memory_saver_adapter=saver,
-        flush_cache=flush or server.scheduler.flush_cache,
-        is_fully_idle=server.scheduler.is_fully_idle,
-    )
+    return weight_updater(update, saver, flush or server.scheduler.flush_cache, server.scheduler.is_fully_idle)
 
 
 def asked(*tags: str) -> Any:
@@ -159,7 +152,9 @@ def scenario_memory_may_sleep_before_there_is_a_backend() -> None:
     """And without torch_memory_saver nothing is lost."""
     from sglang_mla_ext.adapter.step.session import process
 
-    manager = updater(SimpleNamespace(scheduler=SimpleNamespace(is_fully_idle=lambda: True, flush_cache=bool)), Saver())
+    manager = updater(
+        SimpleNamespace(scheduler=SimpleNamespace(is_fully_idle=lambda **_: True, flush_cache=bool)), Saver()
+    )
     assert process.session is None
     manager.release_memory_occupation(asked())
     manager.resume_memory_occupation(asked())

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from hooked_worker import DN, DR, DV, HEADS, PAGE, PROMPT, RANK, Server, batch_of, make_runner
+from release import OLDEST, draft_backends
 
 QUERIES = 3
 
@@ -34,8 +35,7 @@ def scenario_a_draft_model_gets_sglangs_own_backend() -> None:
 
 
 def scenario_a_drafts_backends_know_their_names() -> None:
-    """By which its layers take their forward methods; SGLang leaves them without."""
-    from sglang.srt.speculative import draft_utils
+    """By which its layers take their forward methods; SGLang 0.5.17 leaves them without."""
 
     class Backend:
         prefill_attention_backend_str = decode_attention_backend_str = None
@@ -45,25 +45,14 @@ def scenario_a_drafts_backends_know_their_names() -> None:
 
     steps = Backend()
     steps.attn_backends = [Backend(), Backend()]
-    made = {"decode": steps, "extend": Backend()}
-    draft_utils.get_spec = lambda: SimpleNamespace(speculative_attention_mode="decode")
-    draft_utils._assert_draft_needs_no_conv_sidecar = lambda runner: None
-    from sglang.srt.layers.attention import attention_registry
-
-    attention_registry.attn_backend_wrapper_for_draft_extend = lambda runner, backend: backend
-    for given, expected in (("flashmla", ("flashmla", "flashmla")), (None, (None, None))):
-        args = SimpleNamespace(
-            speculative_draft_attention_backend=given,
-            decode_attention_backend="flashmla",
-            prefill_attention_backend="flashmla",
-        )
-        factory = draft_utils.DraftBackendFactory(args, None, 1, 3)
-        factory._create_flashmla_decode_backend = lambda: made["decode"]
-        factory._create_flashmla_prefill_backend = lambda: made["extend"]
-        for each in (steps, *steps.attn_backends, made["extend"]):
+    extend = Backend()
+    for given, old in (("flashmla", ("flashmla", "flashmla")), (None, (None, None))):
+        expected = old if OLDEST else ("flashmla", "flashmla")  # SGLang names them
+        factory = draft_backends(given, steps, extend)
+        for each in (steps, *steps.attn_backends, extend):
             each.prefill_attention_backend_str = each.decode_attention_backend_str = None
-        assert factory.create_decode_backend() is steps and factory.create_draft_extend_backend() is made["extend"]
-        assert {named(each) for each in (steps, *steps.attn_backends, made["extend"])} == {expected}
+        assert factory.create_decode_backend() is steps and factory.create_draft_extend_backend() is extend
+        assert {named(each) for each in (steps, *steps.attn_backends, extend)} == {expected}
         factory.speculative_num_steps = 1
         assert factory.create_decode_backend() is None
 
@@ -76,7 +65,9 @@ def scenario_a_drafts_prefill_does_not_take_the_models_plan() -> None:
     batch = server.forward("EXTEND", requests, **lens)
     assert server.coming.prefill is not None
     of_draft = server.forward("EXTEND", requests, draft=True, **lens)
-    assert of_draft.extend_prefix_lens_cpu is batch.extend_prefix_lens_cpu and server.coming.prefill is None
+    lens_of_draft, lens_of_model = of_draft.extend_prefix_lens_cpu, batch.extend_prefix_lens_cpu
+    assert lens_of_draft == lens_of_model and (lens_of_draft is lens_of_model) is OLDEST
+    assert server.coming.prefill is None
 
 
 # ---- verify steps

@@ -27,8 +27,7 @@ from hooked_worker import (
     profile_bytes,
     refused,
 )
-
-from sglang_mla_ext.adapter.compat import contract
+from release import OLDEST, pool_class
 
 # ---- memory
 
@@ -180,7 +179,7 @@ def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
     execution = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
     for module in (kv_cache_configurator, runtime_context):
         module.get_exec = lambda: execution
-    pool_configurator.get_parallel = lambda: SimpleNamespace(attn_tp_size=1)
+    pool_configurator.get_parallel = lambda: SimpleNamespace(attn_tp_size=1, attn_dcp_size=1)
     hf_config = SimpleNamespace(architectures=["DeepseekV3ForCausalLM"], index_topk=None)
     configurator = SimpleNamespace(
         use_mla_backend=True,
@@ -189,6 +188,7 @@ def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
         pool_page_size=PAGE,
         layer_info=SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
         device="cpu",
+        kv_shard_rank=None,
     )
     for dtype, decode, draft, ours, row_bytes in (
         (FP8, "hybrid_mla", False, True, 656),
@@ -206,7 +206,7 @@ def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
             enable_dsa_cache_layer_split=False,
         )
         build = kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool
-        pool = build(configurator, max_total_num_tokens=2 * PAGE)
+        pool = build(configurator, max_total_num_tokens=2 * PAGE, **pool_class())
         assert isinstance(pool, LatentPool) is ours
         build_hybrid = kv_cache_configurator.KVCacheConfigurator._build_hybrid_linear_kv_pool
         assert (build_hybrid(configurator, mla_pool_class="SGLang's") is LatentPool) is ours
@@ -219,7 +219,7 @@ def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
 
 
 def scenario_the_scheduler_gets_no_further_without_the_backend() -> None:
-    from conftest import Tree
+    from trees import Tree
 
     kind, message = refused(lambda: make_scheduler(Tree(PAGE).cache))
     assert kind == "ContractError" and "SGLang did not build the backend" in message
@@ -303,7 +303,7 @@ def scenario_sglangs_torch_code_runs_beside_our_backend_on_a_cpu() -> None:
     for module in (common, forward_batch_info):
         assert module.support_triton("hybrid_mla") is torch.cuda.is_available()
         # Newer releases say of a CPU that nothing there does.
-        assert module.support_triton("triton") is (contract.line() == "0.5.17" or torch.cuda.is_available())
+        assert module.support_triton("triton") is (OLDEST or torch.cuda.is_available())
         assert module.support_triton("torch_native") is False
 
 
@@ -325,14 +325,14 @@ def scenario_a_peer_with_other_rows_is_refused_by_sglang() -> None:
             pool.layout = LatentRowLayout(512, 64)
         args = SimpleNamespace(kv_cache_dtype_str=dtype, page_size=64)
         made = conn.CommonKVManager(args, None, None)
-        made.prefill_info_table, made.dcp_size = {}, 1
+        made.prefill_info_table, made.dcp_size, made.attn_tp_size = {}, 1, 1
         made._resolve_rank_mapping = lambda info: None
         return made
 
     def meets(decode: Any, prefill: Any) -> bool:
-        info = SimpleNamespace(page_size=64, kv_cache_dtype=prefill.kv_cache_dtype_str)
-        conn.PrefillServerInfo = lambda **fields: info
-        conn.requests = SimpleNamespace(get=lambda *_, **__: SimpleNamespace(status_code=200, json=dict))
+        info = {f"{name}_size": 1 for name in ("attn_tp", "attn_cp", "dp", "pp")} | {"page_size": 64}
+        info |= dict(kv_cache_dtype=prefill.kv_cache_dtype_str, follow_bootstrap_room=False)
+        conn.requests = SimpleNamespace(get=lambda *_, **__: SimpleNamespace(status_code=200, json=lambda: info))
         return decode.try_ensure_parallel_info("a peer")
 
     for dtype in ("auto", "bf16", "fp8_e4m3"):

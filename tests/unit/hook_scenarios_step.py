@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from hooked_worker import DN, DR, DV, HEADS, PAGE, PROMPT, RANK, Server, batch_of, make_layers, refused
+from release import OLDEST, UpdateRequest, prefill_runs, weight_updater
 
 # ---- before a forward pass
 
@@ -141,7 +142,8 @@ def scenario_a_flush_forgets_everything() -> None:
     assert server.pool.used_chunks and server.shares(), "SGLang did not flush"
 
     server.coming.prefill = "plan"
-    nodes = [weakref.ref(request.last_node) for request in requests]
+    nodes = list(map(weakref.ref, server.prefixes.source.tree.hold(requests)))
+    assert len(nodes) == 2
     requests.clear()
     server.scheduler.idle = True
     assert server.scheduler.flush_cache(empty_cache=False) is True
@@ -171,7 +173,6 @@ def scenario_weights_that_change_take_expansions_and_scales_along() -> None:
     """All four ways to change them. SGLang flushes its cache afterwards only if it is asked to."""
     server = Server(prefix_dtype="fp8_e4m3")
     from sglang.srt.managers import io_struct
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
     torch.distributed.barrier = lambda group=None: None
     io_struct_outputs = ("UpdateWeightFromDiskReqOutput", "UpdateWeightsFromIPCReqOutput")
@@ -180,24 +181,14 @@ def scenario_weights_that_change_take_expansions_and_scales_along() -> None:
     (buffers,) = server.buffers
     seen = []
 
-    class TpWorker:
-        def update(self, recv_req: Any) -> tuple[bool, str]:
-            seen.append((server.pool.used_chunks, server.shares(), server.prefixes.plan.segments))
-            server.layers[1].kv_b_proj.weight *= 4
-            return True, "done"
+    def update() -> None:
+        seen.append((server.pool.used_chunks, server.shares(), server.prefixes.plan.segments))
+        server.layers[1].kv_b_proj.weight *= 4
 
-        update_weights_from_disk = update_weights_from_distributed = update
-        update_weights_from_tensor = update_weights_from_ipc = update
-
-    manager = SchedulerWeightUpdaterManager(
-        tp_worker=TpWorker(),
-        draft_worker=None,
-        tp_cpu_group=None,
-        memory_saver_adapter=None,
-        flush_cache=None,
-        is_fully_idle=None,
-    )
-    recv_req = SimpleNamespace(flush_cache=False, disable_draft_model=True)
+    manager = weight_updater(update)
+    recv_req = UpdateRequest()
+    if not OLDEST:
+        manager.begin_weight_update(recv_req)
     for source in ("disk", "distributed", "tensor", "ipc"):
         server.forward("DECODE", requests)
         assert server.shares() and server.pool.used_chunks == 4
@@ -210,6 +201,17 @@ def scenario_weights_that_change_take_expansions_and_scales_along() -> None:
         check_expanded(server, requests[0])
         for scale, old in zip((buffers.k_scale, buffers.v_scale), before, strict=True):
             assert torch.allclose(scale, old * torch.tensor([[1.0], [4.0]])), source
+    if OLDEST:
+        return
+    # Weights that a peer has written: SGLang hears of them when the update ends.
+    manager.end_weight_update(recv_req)
+    manager.begin_weight_update(recv_req)
+    server.forward("DECODE", requests)
+    assert server.shares() and server.pool.used_chunks == 4
+    assert manager.end_weight_update(recv_req).success
+    assert (server.pool.used_chunks, server.shares()) == (0, False)
+    server.forward("DECODE", requests)
+    check_expanded(server, requests[0])
 
 
 def check_expanded(server: Server, request: Any) -> None:
@@ -350,7 +352,7 @@ def scenario_prefill_attends_to_what_is_expanded() -> None:
     from sglang_mla_ext.kernels.reference import attention as reference
 
     bookkeeping.get_token_to_kv_pool = lambda: server.kv
-    forward_mha._resolve_attn_backend = lambda forward_batch: server.backend
+    prefill_runs(server.backend)
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     new_tokens = [3, 2]
     batch = server.forward("EXTEND", requests, prefix_lens=[13 * PAGE] * 2, new_tokens=new_tokens)
@@ -377,7 +379,7 @@ def scenario_prefill_without_a_plan_is_sglangs() -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     bookkeeping.get_token_to_kv_pool = lambda: server.kv
-    ForwardBatch.prepare_chunked_kv_indices = lambda self, device: None  # a kernel for GPUs
+    ForwardBatch.prepare_chunked_kv_indices = lambda self, device, *_, **__: None  # a kernel for GPUs
     batch = server.forward("EXTEND", server.run("alone"), prefix_lens=[5 * PAGE], new_tokens=[7])
     batch.prepare_chunked_prefix_cache_info(torch.device("cpu"))
     assert batch.num_prefix_chunks == 1 and batch.prefix_chunk_num_tokens == [5 * PAGE]
@@ -393,7 +395,10 @@ def scenario_prefill_over_a_plan_has_keys_per_head_but_in_a_captured_graph() -> 
     of_ours = handlers.AttentionBackendRegistry.get_handler("hybrid_mla")
     handlers.mla_use_prefill_cp = lambda forward_batch: False
     layer = SimpleNamespace(
-        flashinfer_mla_disable_ragged=False, chunked_prefix_cache_threshold=0, disable_chunked_prefix_cache=False
+        flashinfer_mla_disable_ragged=False,
+        chunked_prefix_cache_threshold=0,
+        disable_chunked_prefix_cache=False,
+        qk_rope_head_dim=DR,
     )
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     planned = server.forward("EXTEND", requests, prefix_lens=[13 * PAGE] * 2, new_tokens=[3, 2])

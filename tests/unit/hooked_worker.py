@@ -12,12 +12,13 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from doubles import published_arguments, server_args
+from doubles import server_args
+from release import index_translator, published_arguments
 
 PAGE, CONTEXT = 64, 4096
 HEADS, DN, DR, DV, RANK, LAYERS = 2, 16, 8, 16, 32, 2
@@ -25,6 +26,9 @@ PROMPT = "systemprompt"  # a page for each letter: 768 tokens, three chunks
 AVAILABLE = 1 << 30  # bytes that SGLang has for its KV cache
 BUDGET = 4 << 20
 FP8 = torch.float8_e4m3fn
+
+FOR_GOOD = ExitStack()
+"""What this process does not undo."""
 
 CALLED: set[str] = set()
 """Targets whose hooks this process has called."""
@@ -58,6 +62,7 @@ def make_layers() -> list[Any]:
             v_head_dim=DV,
             w_kc=None,
             w_vc=None,
+            _get_mla_kv_buffer=None,
         )
         for index in range(LAYERS)
     ]
@@ -143,6 +148,9 @@ def make_runner(**changes: Any) -> Any:
         kv_cache_dtype=torch.float32,
         device="cpu",
         is_draft_worker=False,
+        lora_manager=None,
+        prefill_attention_backend_str="hybrid_mla",
+        draft_attention_backend=None,
         model_config=SimpleNamespace(
             hidden_size=64, context_len=CONTEXT, model_is_mrope=False, requires_mm_token_modalities=False
         ),
@@ -196,9 +204,9 @@ class Server:
         metrics_collector: Any = None,
         **given: Any,
     ) -> None:
-        from conftest import Tree
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+        from trees import Tree
 
         from sglang_mla_ext.adapter.build import model
         from sglang_mla_ext.adapter.step.session import process
@@ -209,6 +217,8 @@ class Server:
         for buffer in self.kv.kv_buffer:
             buffer.normal_()
         self.runner = make_runner(token_to_kv_pool=self.kv, **({"memory_saver_adapter": saver} if saver else {}))
+        table = self.runner.req_to_token_pool.req_to_token
+        self.runner.kv_index_translator = index_translator(table, self.kv, PAGE)
         self.runner.server_args.prefill_attention_backend = prefill
         self.runner.server_args.disaggregation_mode = role
         self.queries = queries
@@ -249,6 +259,7 @@ class Server:
             request.lora_id = request.token_type_ids = None  # SGLang reads them when it makes a batch
             request.input_embeds = request.positional_embed_overrides = request.multimodal_inputs = None
             request.return_hidden_states = request.is_prefill_only = request.return_logprob = False
+            request.extend_end, request.full_untruncated_fill_ids = len(request.slots), range(len(request.slots))
             request.skip_radix_cache_insert, request.host_hit_length = False, 0
         return requests
 
@@ -356,7 +367,7 @@ def replace_bodies() -> None:
         self.can_run_list.append(req)
         return AddReqResult.CONTINUE
 
-    published_arguments().install()
+    FOR_GOOD.enter_context(published_arguments())
     PrefillAdder.add_one_req = add_one_req
     dp_attn.prepare_mlp_sync_batch_raw = sync
     dp_attn.MLPSyncBatchInfo._get_local_tensor = lambda self, device: (
@@ -378,7 +389,7 @@ def replace_bodies() -> None:
     forward_batch_info.enable_num_token_non_padded = lambda: False  # it asks for groups of ranks
     Scheduler.__init__ = init
     Scheduler.flush_cache = flush_cache
-    Scheduler.is_fully_idle = lambda self: self.idle
+    Scheduler.is_fully_idle = lambda self, **_: self.idle
     Scheduler.on_idle = lambda self: None
     Scheduler.get_internal_state = get_internal_state
     utils.validate_input_length = lambda req, most, truncates: "too long" if len(req.origin_input_ids) > most else None

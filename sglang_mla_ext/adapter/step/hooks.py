@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.compat import contract
+from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature, dotted
 from sglang_mla_ext.adapter.step import failure, mixed, start
 from sglang_mla_ext.adapter.step.admission import Admission
@@ -221,6 +221,8 @@ def table() -> list[Hook]:
             *(BEFORE, SESSION, Session.before_loading, Feature.HOST_CACHE, "loads that wait for the forward stream"),
         ),
     ]
+    if installed.ends_weight_updates():
+        hooks.append(Hook(f"{weights}.end_weight_update", AFTER, SESSION, Session.weights_change, base, observer))
     if HybridMLAOptions.from_env().prefix_sharding != "off":
         gathered = "words of the attention backend in the exchange before a pass"
         hooks.append(Hook(f"{sync}.all_gather", AFTER, ADMISSION, Admission.gathered, Feature.SHARDED, gathered))

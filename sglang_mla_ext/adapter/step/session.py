@@ -141,7 +141,7 @@ class Session:
 
     @guarded(Fallback.UPDATE_WEIGHTS)
     def weights_change(self, result: Any, *args: Any, **kwargs: Any) -> None:
-        """`_observe_weight_load`, before weights are loaded."""
+        """`_observe_weight_load`, before weights are loaded; `end_weight_update`, when all are there."""
         self.steps.weights_change()
 
     @guarded(Fallback.RELEASE_MEMORY)

@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from conftest import NODES_ARE_NUMBERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -413,7 +412,6 @@ def test_a_plan_is_kept_until_something_changes(tree: Any, monkeypatch: pytest.M
     assert plans_made(*requests), "an expansion went away"
 
 
-@pytest.mark.skipif(NODES_ARE_NUMBERS, reason="numbers are not given twice")
 @pytest.mark.parametrize("end", ["forget", "idle"])
 def test_the_nodes_of_a_plan_live_as_long_as_the_plan(tree: Any, end: str) -> None:
     """A plan is recognised by its requests' nodes, and a node's identity is reused once it is gone: a request that is
@@ -422,7 +420,8 @@ def test_the_nodes_of_a_plan_live_as_long_as_the_plan(tree: Any, end: str) -> No
     server = Server(tree, mode="absorb")
     requests = [tree.run("one"), tree.run("two")]
     server.decode(*requests)
-    nodes = [weakref.ref(request.last_node) for request in requests]
+    nodes = list(map(weakref.ref, server.prefixes.source.tree.hold(requests)))
+    assert len(nodes) == len(requests)
     tree.finish(*requests)
     tree.evict(10**6)
     requests.clear()
@@ -433,7 +432,6 @@ def test_the_nodes_of_a_plan_live_as_long_as_the_plan(tree: Any, end: str) -> No
     assert all(node() is None for node in nodes)
 
 
-@pytest.mark.skipif(NODES_ARE_NUMBERS, reason="numbers keep no tree")
 @pytest.mark.parametrize("way", ["an eviction", "distrust"])
 def test_a_tree_that_was_flushed_is_let_go(tree: Any, way: str) -> None:
     """Neither what was looked through for an eviction nor what is distrusted keeps its nodes."""
@@ -447,7 +445,8 @@ def test_a_tree_that_was_flushed_is_let_go(tree: Any, way: str) -> None:
     else:
         server.prefixes.distrust({node for _, nodes in server.prefixes.held() for node in nodes})
         assert server.decode(*requests) == []
-    nodes = [weakref.ref(request.last_node) for request in requests]
+    nodes = list(map(weakref.ref, server.prefixes.source.tree.hold(requests)))
+    assert len(nodes) == len(requests)
     tree.finish(*requests)
     tree.cache.reset()
     requests.clear()

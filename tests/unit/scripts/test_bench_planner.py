@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-from conftest import NODES_ARE_NUMBERS
+from trees import whole_path
 from typer.testing import CliRunner
-
-pytestmark = pytest.mark.skipif(NODES_ARE_NUMBERS, reason="its trees are of nodes")
 
 SHAPES = {  # nodes and tokens that are shared, private nodes and tokens of each request
     "one prompt": (1, 26624, 1, 512),
@@ -31,32 +32,38 @@ def bench() -> ModuleType:
 def small(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small case in place of all."""
     case = bench.CASES["one prompt"]
-    monkeypatch.setattr(bench, "CASES", {"one prompt": type(case)(8, case.make)})
+    monkeypatch.setattr(bench, "CASES", {"one prompt": replace(case, requests=8)})
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_trees(bench: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = bench.CASES[name]
-    few = type(case)(8, case.make)
+    few = replace(case, requests=8)
     monkeypatch.setitem(bench.CASES, name, few)
     batch = bench.Batch(name)
     leavers = batch.requests[: bench.REPLACED]
     assert batch.replace() == batch.requests[-bench.REPLACED :] and len(batch.requests) == 8
-    assert not set(leavers) & set(batch.requests) and all(request.last_node.lock_ref == 0 for request in leavers)
+    assert not set(leavers) & set(batch.requests)
     assert sorted(request.kind for request in batch.requests) == list(range(8))
 
     shared_nodes, shared_tokens, own_nodes, own_tokens = SHAPES[name]
-    shared = bench.TreeView(batch.tree.cache).shared(batch.requests)
+    view = bench.TreeView(batch.tree.cache)
+    shared = view.shared(batch.requests)
     if name == "pairs":  # those of the other requests are not in this batch
         assert len({at for at in shared.deepest}) == 4 and set(shared.ends) == {2048}
     else:
         assert len(shared.nodes) == shared_nodes and max(shared.ends, default=0) == shared_tokens
-    for request in batch.requests:
-        nodes, node = [], request.last_node
-        while node.lock_ref == 1 and node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        assert len(nodes) == own_nodes and sum(len(node.key) for node in nodes) == own_tokens
+    paths = [whole_path(view, request) for request in batch.requests]
+    tokens: dict[Any, int] = {}
+    holders: Counter[Any] = Counter()
+    for path in paths:
+        starts = [0, *(end for _, end in path)]
+        tokens |= {node: end - start for (node, end), start in zip(path, starts, strict=False)}
+        holders.update(node for node, _ in path)
+    for path in paths:
+        own = [node for node, _ in path if holders[node] == 1]
+        assert len(own) == own_nodes and sum(tokens[node] for node in own) == own_tokens
+    assert batch.tree.cache.protected_size() == sum(tokens.values()), "no other request holds anything"
 
 
 def test_records(bench: ModuleType, small: None, tmp_path: Path) -> None:

@@ -154,6 +154,10 @@ class Release0517:
         """Have the next copy from the host to the device wait for what was put on this stream; see host_cache.py."""
         controller.load_stream.wait_stream(stream)
 
+    def ends_weight_updates(self) -> bool:
+        """Return whether `end_weight_update` ends an update of weights, perhaps the only call of it."""
+        return False
+
     def polls_nixl(self) -> bool:
         """Return whether a decode server asks NIXL for messages, which moves data along without a thread of NIXL's
         own."""

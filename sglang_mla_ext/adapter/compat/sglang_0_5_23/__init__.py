@@ -109,6 +109,11 @@ class Release0523(Release0517):
     def wait_before_loading(self, controller: HiCacheController, stream: torch.Stream) -> None:
         """See Release0517. SGLang has it wait."""
 
+    def ends_weight_updates(self) -> bool:
+        """See Release0517. Weights that a peer has written (RDMA) come with no other call, and what is derived from
+        any is made there (end_weight_update, managers/scheduler_components/weight_updater.py:323)."""
+        return True
+
     def polls_nixl(self) -> bool:
         """See Release0517. The prefill server reports what has come (transfer_worker, disaggregation/nixl/conn.py:1602)
         and a decode server asks NIXL for nothing: without NIXL's thread no transfer ended in 300 s."""

@@ -54,6 +54,12 @@ PASSES = (
         "self device",
         "pack_all_prefix_chunks single_chunk dense_metadata",
     ),
+    use(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update",
+        "function",
+        "dropping expansions",
+        "self recv_req",
+    ),
     use(f"{_REQ}.kv", "attribute", "slots of a request"),
     use("managers.schedule_batch.ReqKvInfo.req_pool_idx", "attribute", "slots of a request"),
     *needed_for(

@@ -4,84 +4,24 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
-from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import NODES_ARE_NUMBERS
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
-from tree_traffic import TreeTraffic
+from tree_checks import check_shared, outline
+from trees import Tree, TreeOfNodes
 
 from sglang_mla_ext.adapter.compat import shared_nodes
 from sglang_mla_ext.adapter.compat.installed import TreeView
 from sglang_mla_ext.prefix.tree import SharedTree
 
-pytestmark = pytest.mark.skipif(NODES_ARE_NUMBERS, reason="of trees of nodes: test_tree_of_numbers.py has the others")
 
-PAGE_SIZES = (1, 64)
-
-
-@pytest.fixture(params=PAGE_SIZES, ids=lambda size: f"page {size}")
-def tree(request: pytest.FixtureRequest, new_tree: Any) -> Any:
-    return new_tree(request.param)
+@pytest.fixture(params=Tree.KINDS, ids=str)
+def tree(request: pytest.FixtureRequest) -> TreeOfNodes:
+    return Tree(*request.param)
 
 
 # -- what requests share -----------------------------------------------------------------------------------------------
-
-
-def outline(tree: Any, shared: SharedTree) -> list[tuple[int, int]]:
-    """Of each node where it ends and which one is its parent, after checking what always holds; ends in pages."""
-    assert len(shared.nodes) == len(shared.parents) == len(shared.ends) == len(set(shared.nodes))
-    for at, (node, parent, end) in enumerate(zip(shared.nodes, shared.parents, shared.ends, strict=True)):
-        assert -1 <= parent < at
-        start = shared.ends[parent] if parent >= 0 else 0
-        assert end - start == tree.view.length(node) > 0 and end % tree.page_size == 0
-        assert tree.view.parent(node) is (shared.nodes[parent] if parent >= 0 else None)
-        assert tree.view.is_attached(node) and tree.view.holders(node) >= 1
-    assert all(-1 <= at < len(shared.nodes) for at in shared.deepest)
-    return [(end // tree.page_size, parent) for end, parent in zip(shared.ends, shared.parents, strict=True)]
-
-
-def naive(requests: list[Any]) -> tuple[set[Any], list[list[Any]]]:
-    """SGLang's nodes that at least two of the requests hold, and each request's path; both from whole paths."""
-    paths = []
-    for request in requests:
-        paths.append([])
-        node = request.last_node
-        while node is not None and node.parent is not None:
-            paths[-1].insert(0, node)
-            node = node.parent
-    held = Counter(node for path in paths for node in path)
-    return {node for node, count in held.items() if count > 1}, paths
-
-
-def check_shared(
-    tree: Any, requests: list[Any], also: Collection[Any] = (), others: bool = False, whole: Collection[int] = ()
-) -> SharedTree:
-    """Compares with whole paths. `others`: there are holders that are not among the requests."""
-    shared = tree.view.shared(requests, also, whole)
-    outline(tree, shared)
-    expected, paths = naive(requests)
-    expected |= {node for request in whole for node in paths[request]}
-    marked = {handle.node for handle in also}
-    listed = set()
-    nodes = [handle.node for handle in shared.nodes]
-    assert shared.complete and len(shared.deepest) == len(requests)
-    for path, at in zip(paths, shared.deepest, strict=True):
-        on_path = set()
-        while at >= 0:
-            on_path.add(nodes[at])
-            at = shared.parents[at]
-        assert on_path <= set(path), "a node that the request does not hold"
-        wanted = {node for at, node in enumerate(path) if (expected | marked) & set(path[at:])}
-        assert on_path >= wanted if others else on_path == wanted
-        listed |= on_path
-    assert listed == set(nodes), "a node that no request holds"
-    return shared
 
 
 def chain(tree: Any, text: str, count: int) -> tuple[Any, list[Any]]:
@@ -92,7 +32,7 @@ def chain(tree: Any, text: str, count: int) -> tuple[Any, list[Any]]:
         if request is not None:
             tree.finish(request)
         request = longer
-    (path,) = naive([request])[1]
+    path = [node for node, _ in tree.whole(request)]
     assert len(path) == count
     return request, path
 
@@ -134,7 +74,7 @@ def test_nothing_is_shared_by_nobody_and_by_one(tree: Any) -> None:
     assert tree.view.shared([]) == SharedTree([], [], [], [])
     alone = tree.run("abc")
     assert tree.view.shared([alone]) == SharedTree([], [], [], [-1])
-    at_root, not_yet = SimpleNamespace(last_node=tree.cache.root_node), SimpleNamespace(last_node=None)
+    at_root, not_yet = (SimpleNamespace(rid="x", last_node=node) for node in (tree.root, None))
     assert tree.view.shared([at_root, alone, not_yet]) == SharedTree([], [], [], [-1] * 3)
 
 
@@ -161,7 +101,7 @@ def test_all_of_a_request_with_several_rows_counts_as_shared(tree: Any) -> None:
     assert check_shared(tree, requests).deepest[2] == -1, "nothing of it is remembered"
     marked = [tree.path(tree.handle(requests[1]))[-1].node]
     assert check_shared(tree, requests[1:], also=marked, whole={1}).deepest != [-1, -1]
-    at_root, not_yet = SimpleNamespace(last_node=tree.cache.root_node), SimpleNamespace(last_node=None)
+    at_root, not_yet = (SimpleNamespace(rid="x", last_node=node) for node in (tree.root, None))
     assert check_shared(tree, [at_root, requests[2], not_yet], whole={0, 1, 2}).deepest == [-1, 0, -1]
 
 
@@ -209,14 +149,14 @@ def test_a_split_in_a_private_part_is_seen(tree: Any, visits: Visits) -> None:
     tree.finish(newcomer)
     assert outline(tree, check_shared(tree, prompts)) == [(6, -1)] and visits.taken() == 1
     tree.finish(tree.run("systemYaZ"))  # a split without a newcomer
-    assert outline(tree, check_shared(tree, prompts)) == [(6, -1)] and visits.taken() == 1
+    assert outline(tree, check_shared(tree, prompts)) == [(6, -1)] and visits.taken() == tree.NODES_COUNT
 
 
 def test_joining_at_the_very_end_and_at_the_root(tree: Any) -> None:
     request, _ = chain(tree, "ab", 6)
     assert check_shared(tree, [request]).deepest == [-1]
     twin = tree.run("ababab")
-    assert twin.last_node is request.last_node
+    assert twin.last_node == request.last_node
     assert check_shared(tree, [request, twin]).deepest == [5, 5]
     tree.finish(twin)
     assert check_shared(tree, [request]).deepest == [-1]
@@ -247,8 +187,8 @@ def test_a_call_for_a_part_of_the_batch_does_not_forget_the_rest(tree: Any, visi
 def test_the_view_keeps_the_nodes_of_two_calls(tree: Any) -> None:
     def evicted() -> weakref.ref:
         requests = [tree.run("system-a"), tree.run("system-b")]
-        shared = check_shared(tree, requests)
-        node = weakref.ref(shared.nodes[0].node)
+        check_shared(tree, requests)
+        node = weakref.ref(tree.view.hold(requests)[0])
         tree.finish(*requests)
         tree.evict(10**6)
         return node
@@ -300,11 +240,12 @@ def test_a_newcomer_below_a_search_that_was_broken_off(tree: Any, monkeypatch: p
 def test_marked_nodes_within_the_limit(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     request, path = chain(tree, "ab", 20)
     steps = tree.path(tree.handle(request))
-    assert [step.node.node for step in steps] == path
+    assert [tree.identity(step.node) for step in steps] == path
     top, end = steps[0].node, steps[-1].node
     monkeypatch.setattr(shared_nodes, "WALK_LIMIT", 10)
-    shared = tree.view.shared([request, request], also=[top])
-    assert not shared.complete and shared.deepest == [-1, -1]
+    requests = [request] * (1 + tree.NODES_COUNT)  # who counts those of a call counts one that is named twice
+    shared = tree.view.shared(requests, also=[top])
+    assert not shared.complete and shared.deepest == [-1] * len(requests)
     assert tree.view.shared([request], also=[top, end]).deepest == [19]
 
 
@@ -319,54 +260,7 @@ def test_of_too_many_shared_nodes_the_upper_ones_are_listed(tree: Any, monkeypat
     shared = tree.view.shared(requests)
     assert not shared.complete and shared.nodes == [] and shared.deepest == [-1] * 5
     shared = tree.view.shared(requests[:1:-1])
-    assert shared.complete and outline(tree, shared) == [(1, -1), (2, 0), (3, 1), (2, -1)]
+    of_others = [(1, -1), (2, 0), (3, 1)] * tree.NODES_COUNT
+    assert shared.complete and outline(tree, shared) == [*of_others, (2, -1)]
     monkeypatch.setattr(shared_nodes, "SHARED_LIMIT", 11)
     assert check_shared(tree, requests).complete
-
-
-# -- all of it ---------------------------------------------------------------------------------------------------------
-
-
-class Traffic(TreeTraffic):
-    """And views are asked now and then."""
-
-    make: Any
-    page_size = 1
-
-    def new_tree(self) -> Any:
-        return self.make(self.page_size)
-
-    @rule(data=st.data())
-    def ask(self, data: Any) -> None:
-        batch = data.draw(st.permutations(self.running))
-        shared = check_shared(self.tree, batch)
-        fresh = TreeView(self.tree.cache).shared(batch)
-        assert (fresh.parents, fresh.ends, fresh.deepest) == (shared.parents, shared.ends, shared.deepest)
-        assert [handle.node for handle in fresh.nodes] == [handle.node for handle in shared.nodes]
-        self.kept.update(zip(shared.nodes, shared.ends, strict=True))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def ask_for_some(self, data: Any) -> None:
-        batch = data.draw(st.lists(st.sampled_from(self.running), unique_by=id))
-        marked = data.draw(st.lists(st.sampled_from(list(self.kept)), unique=True)) if self.kept else []
-        check_shared(self.tree, batch, also=marked, others=True)
-
-    @invariant()
-    def kept_nodes(self) -> None:
-        everything = set()
-        below = [(self.tree.cache.root_node, 0)]
-        while below:
-            node, end = below.pop()
-            everything.add((node, end))
-            below += [(child, end + len(child.key)) for child in node.children.values()]
-        for handle, end in self.kept.items():
-            assert self.tree.view.is_attached(handle) == ((handle.node, end) in everything)
-            held = [path for path in naive(self.running)[1] if handle.node in path]
-            assert self.tree.view.holders(handle) == len(held)
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_any_traffic(new_tree: Any, page_size: int) -> None:
-    machine = type("TrafficOfPages", (Traffic,), {"make": staticmethod(new_tree), "page_size": page_size})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))

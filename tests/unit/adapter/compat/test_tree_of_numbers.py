@@ -1,4 +1,5 @@
-"""What requests share where SGLang's tree gives out numbers for nodes, on its own cores, compared with whole paths."""
+"""What is known of a tree that gives out numbers of its nodes, and what it is asked for it, on SGLang's own cores. What
+is said of every tree is in test_tree_view.py and test_shared_nodes.py."""
 
 from __future__ import annotations
 
@@ -6,33 +7,27 @@ import gc
 import time
 import weakref
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import NODES_ARE_NUMBERS
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numbered_trees import CORES, PAGE_SIZES, OfCore, check_shared, outline
+from tree_checks import check_shared, outline
+from trees import TreeOfNumbers
 
 from sglang_mla_ext.adapter.compat import mirror
-from sglang_mla_ext.adapter.compat.installed import TreeView
-from sglang_mla_ext.adapter.compat.tree_view import UnsupportedTree
-from sglang_mla_ext.prefix.tree import SharedTree
 
-pytestmark = pytest.mark.skipif(not NODES_ARE_NUMBERS, reason="the installed SGLang's tree gives out its nodes")
+pytestmark = pytest.mark.release("0.5.23+", reason="before, the tree gives out its nodes")
 
 
-@pytest.fixture(params=[(size, core) for core in CORES for size in PAGE_SIZES], ids=str)
-def tree(request: pytest.FixtureRequest) -> OfCore:
-    return OfCore(*request.param)
+@pytest.fixture(params=TreeOfNumbers.KINDS, ids=str)
+def tree(request: pytest.FixtureRequest) -> TreeOfNumbers:
+    return TreeOfNumbers(*request.param)
 
 
 class Asked:
     """Counts the paths that the tree is asked for, and their nodes."""
 
-    def __init__(self, tree: OfCore) -> None:
+    def __init__(self, tree: TreeOfNumbers) -> None:
         self.paths = self.nodes = 0
         original = tree.view._mirror._paths
 
@@ -52,7 +47,7 @@ class Asked:
 # -- identities --------------------------------------------------------------------------------------------------------
 
 
-def test_a_split_leaves_the_number_with_its_end(tree: OfCore) -> None:
+def test_a_split_leaves_the_number_with_its_end(tree: TreeOfNumbers) -> None:
     """The claim that expansions are identified by."""
     first = tree.run("abcdef")
     (before,) = tree.whole(first)
@@ -65,7 +60,7 @@ def test_a_split_leaves_the_number_with_its_end(tree: OfCore) -> None:
     assert torch.equal(core.collect_full_device_indices(before[0], tree.root), slots)
 
 
-def test_numbers_are_not_given_twice(tree: OfCore) -> None:
+def test_numbers_are_not_given_twice(tree: TreeOfNumbers) -> None:
     numbers = set()
     for text in ("abc", "abd", "xyz") * 4:
         request = tree.run(text)
@@ -80,7 +75,7 @@ def test_numbers_are_not_given_twice(tree: OfCore) -> None:
             assert tree.root not in numbers
 
 
-def test_a_handle_survives_a_split_and_dies_with_its_node(tree: OfCore) -> None:
+def test_a_handle_survives_a_split_and_dies_with_its_node(tree: TreeOfNumbers) -> None:
     first = tree.run("abcdef")
     node = tree.handle(first)
     check_shared(tree, [first])
@@ -103,7 +98,7 @@ def test_a_handle_survives_a_split_and_dies_with_its_node(tree: OfCore) -> None:
     assert not any(tree.view.is_attached(each) for each in (front, node, other))
 
 
-def test_a_node_that_is_kept_is_found_below_a_new_front(tree: OfCore) -> None:
+def test_a_node_that_is_kept_is_found_below_a_new_front(tree: TreeOfNumbers) -> None:
     """Nobody holds it any more: what was expanded for it goes to the front, which the newcomer holds."""
     first = tree.run("abcdef")
     check_shared(tree, [first])
@@ -116,84 +111,7 @@ def test_a_node_that_is_kept_is_found_below_a_new_front(tree: OfCore) -> None:
     assert tree.view.parent(node) is tree.view.parent(tree.handle(newcomer)) is not None
 
 
-def test_nodes_of_earlier_calls_are_let_go(tree: OfCore) -> None:
-    requests = [tree.run("system-a"), tree.run("system-b")]
-    node = weakref.ref(tree.view.shared(requests).nodes[0])
-    for _ in range(2):
-        gc.collect()
-        assert node() is not None
-        tree.view.shared([])
-    gc.collect()
-    assert node() is None
-    node = weakref.ref(tree.view.shared(requests).nodes[0])
-    tree.view.forget()
-    gc.collect()
-    assert node() is None
-
-
-def test_the_state_follows_requests_and_their_nodes(tree: OfCore) -> None:
-    one, two = tree.run("system-a"), tree.run("system-b")
-    state = tree.view.state([one, two])
-    assert tree.view.state([one, two]) == state and hash(state) is not None
-    assert tree.view.state([two, one]) != state and tree.view.state([one]) != state
-    tree.run("sys")
-    assert tree.view.state([one, two]) == state, "a split does not change where they end"
-    two.last_node = one.last_node
-    assert tree.view.state([one, two]) != state
-
-
-# -- what is shared ----------------------------------------------------------------------------------------------------
-
-
-def test_shared_nodes_come_with_parents_and_ends(tree: OfCore) -> None:
-    requests = [tree.run(text) for text in ("system-ab", "system-ac", "syd", "other", "system-a")]
-    shared = check_shared(tree, requests)
-    assert outline(tree, shared) == [(2, -1), (8, 0)] and shared.deepest == [1, 1, 0, -1, 1]
-    assert shared.nodes == check_shared(tree, requests).nodes, "the same handles"
-    assert check_shared(tree, requests[::-1]).deepest == [1, -1, 0, 1, 1]
-    assert outline(tree, check_shared(tree, requests[1:3])) == [(2, -1)]
-
-
-def test_nothing_is_shared_by_nobody_and_by_one(tree: OfCore) -> None:
-    assert tree.view.shared([]) == SharedTree([], [], [], [])
-    alone = tree.run("abc")
-    assert tree.view.shared([alone]) == SharedTree([], [], [], [-1])
-    at_root, not_yet = (SimpleNamespace(rid="x", last_node=node) for node in (tree.root, None))
-    assert tree.view.shared([at_root, alone, not_yet]) == SharedTree([], [], [], [-1] * 3)
-
-
-def test_one_request_holds_what_is_marked_too(tree: OfCore) -> None:
-    first, second = tree.run("abcdef"), tree.run("abcxyz")
-    (front,) = check_shared(tree, [first, second]).nodes
-    back = tree.handle(first)
-    tree.finish(second)
-    assert check_shared(tree, [first]).nodes == []
-    assert check_shared(tree, [first], also=[front]).nodes == [front]
-    assert check_shared(tree, [first], also=[back, front]).nodes == [front, back]
-    assert check_shared(tree, [first], also={back: 1}.keys()).ends == [front.end, back.end], "with all above it"
-    assert check_shared(tree, [first]).nodes == [], "nothing of it is remembered"
-
-
-def test_all_of_a_request_with_several_rows_counts_as_shared(tree: OfCore) -> None:
-    requests = [tree.run(text) for text in ("system-ab", "system-ac", "other")]
-    pages = {whole: check_shared(tree, requests, whole=whole) for whole in ((2,), (0, 2), (0, 1, 2), ())}
-    ends = {
-        whole: [shared.ends[at] // tree.page_size if at >= 0 else 0 for at in shared.deepest]
-        for whole, shared in pages.items()
-    }
-    assert ends == {(2,): [8, 8, 5], (0, 2): [9, 8, 5], (0, 1, 2): [9, 9, 5], (): [8, 8, 0]}
-    at_root, not_yet = (SimpleNamespace(rid="x", last_node=node) for node in (tree.root, None))
-    assert tree.view.shared([at_root, requests[2], not_yet], whole={0, 1, 2}).deepest == [-1, 0, -1]
-
-
-def test_equal_text_under_different_extra_keys_is_not_shared(tree: OfCore) -> None:
-    keys = (None, "tenant", "tenant", "other")
-    requests = [tree.run("system" + end, key) for key, end in zip(keys, "abcd", strict=True)]
-    assert check_shared(tree, requests).deepest == [-1, 0, 0, -1]
-    assert check_shared(tree, [*requests, tree.run("syste", "other")]).deepest == [-1, 0, 0, 1, 1]
-
-
-def test_a_request_whose_node_is_gone_shares_nothing(tree: OfCore) -> None:
+def test_a_request_whose_node_is_gone_shares_nothing(tree: TreeOfNumbers) -> None:
     """One more step of a request that has finished: its node may have been evicted."""
     gone, one, two = tree.run("gone"), tree.run("system-a"), tree.run("system-b")
     tree.finish(gone)
@@ -204,7 +122,7 @@ def test_a_request_whose_node_is_gone_shares_nothing(tree: OfCore) -> None:
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 
-def test_the_tree_is_asked_for_newcomers_alone(tree: OfCore) -> None:
+def test_the_tree_is_asked_for_newcomers_alone(tree: TreeOfNumbers) -> None:
     asked = Asked(tree)
     requests = [tree.run(f"system-{letter}") for letter in "abcdefgh"]
     shared = tree.view.shared(requests)
@@ -221,7 +139,7 @@ def test_the_tree_is_asked_for_newcomers_alone(tree: OfCore) -> None:
     assert asked.taken() == 2, "a leaf that became an inner node"
 
 
-def test_a_search_is_bounded_and_goes_on(tree: OfCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_is_bounded_and_goes_on(tree: TreeOfNumbers, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [tree.run(f"system-{letter}abc") for letter in "abcdefghijklmnopqrstuvwxyz" * 2]
     check_shared(tree, requests)
     newcomer = tree.run("system-aX")
@@ -236,7 +154,7 @@ def test_a_search_is_bounded_and_goes_on(tree: OfCore, monkeypatch: pytest.Monke
     check_shared(tree, [*requests, newcomer])
 
 
-def test_newcomers_are_bounded_too(tree: OfCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newcomers_are_bounded_too(tree: TreeOfNumbers, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [tree.run(f"system-{letter}") for letter in "abcdefghijklmnop"]
     monkeypatch.setattr(mirror, "PATHS_AT_ONCE", 2)
     monkeypatch.setattr(mirror, "ASK_LIMIT", 9)
@@ -246,7 +164,7 @@ def test_newcomers_are_bounded_too(tree: OfCore, monkeypatch: pytest.MonkeyPatch
     check_shared(tree, requests)
 
 
-def siblings(tree: OfCore, count: int) -> tuple[list[str], list[Any]]:
+def siblings(tree: TreeOfNumbers, count: int) -> tuple[list[str], list[Any]]:
     """Texts below one page, whose nodes are four deep, and a request on each."""
     texts = [f"s{chr(0x4E00 + at)}abcdefgh" for at in range(count)]
     for text in texts:
@@ -257,7 +175,7 @@ def siblings(tree: OfCore, count: int) -> tuple[list[str], list[Any]]:
 
 def test_searches_of_many_arrivals_share_what_they_ask() -> None:
     """At each of four depths a hundred cut one of 1,024 siblings, any of which could be what was cut."""
-    tree = OfCore(1, CORES[0])
+    tree = TreeOfNumbers(1, "rust")
     signs = [chr(0x4E00 + at) for at in range(1024)]
     levels = ["", "s", "st", "stu"]
     requests = [tree.run(level + sign + "abc") for level in levels for sign in signs]
@@ -280,7 +198,7 @@ def test_searches_of_many_arrivals_share_what_they_ask() -> None:
 
 def test_arrivals_one_by_one_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a call has time for a few of the siblings only."""
-    tree = OfCore(1, CORES[0])
+    tree = TreeOfNumbers(1, "rust")
     texts, requests = siblings(tree, 64)
     tree.view.shared(requests)
     monkeypatch.setattr(mirror, "ASK_LIMIT", 40)
@@ -297,7 +215,7 @@ def test_arrivals_one_by_one_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_nobody_holds_is_searched_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = OfCore(1, CORES[0])
+    tree = TreeOfNumbers(1, "rust")
     texts, requests = siblings(tree, 64)
     tree.view.shared(requests)
     monkeypatch.setattr(mirror, "ASK_LIMIT", 6)
@@ -313,7 +231,7 @@ def test_what_nobody_holds_is_searched_for_no_more(monkeypatch: pytest.MonkeyPat
     assert asked.paths < 32, "not all of the siblings"
 
 
-def test_the_last_new_node_is_searched_for(tree: OfCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_new_node_is_searched_for(tree: TreeOfNumbers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a path shows one above a node that is known, and one below it: what the first is above is on the path."""
     monkeypatch.setattr(mirror, "PATHS_AT_ONCE", 2)
     requests = [tree.run("abcdef"), *(tree.run("abcdef" + letter * 4) for letter in "ghijklmnop")]
@@ -323,52 +241,11 @@ def test_the_last_new_node_is_searched_for(tree: OfCore, monkeypatch: pytest.Mon
     assert outline(tree, check_shared(tree, requests)) == [(3, -1), (6, 0), (8, 1)]
 
 
-# -- slots -------------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.sampled_from([(size, core) for core in CORES for size in PAGE_SIZES]),
-    st.lists(st.tuples(st.text("ab", min_size=1, max_size=7), st.sampled_from([None, "tenant"])), min_size=1),
-    st.booleans(),
-)
-def test_slots_of_any_order_of_prompts(
-    kind: tuple[int, str], prompts: list[tuple[str, str | None]], early: bool
-) -> None:
-    tree = OfCore(*kind)
-    requests = []
-    for prompt in prompts:
-        requests.append(tree.run(*prompt))
-        if early:
-            check_shared(tree, requests)
-    check_shared(tree, requests)
-    for request in requests:
-        node, length = tree.handle(request), len(request.slots)
-        assert node.end == length
-        for start, end in ((0, length), (length // 2, length), (0, length // 2 + 1), (length - 1, length)):
-            slots = tree.view.slots(node, length, start, end)
-            assert torch.equal(slots, request.slots[start:end]) and slots.dtype == torch.int64
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from([(size, core) for core in CORES for size in PAGE_SIZES]), st.lists(st.text("ab", min_size=2)))
-def test_a_tree_of_pairs_of_tokens(kind: tuple[int, str], prompts: list[str]) -> None:
-    """As SGLang keeps it for EAGLE's drafts: nodes have as many slots as they have pairs, in whole pages."""
-    tree = OfCore(*kind, pairs=True)
-    requests = [tree.run(prompt) for prompt in prompts]
-    check_shared(tree, requests)
-    for request in requests:
-        if len(request.slots):
-            node = tree.handle(request)
-            assert node.end == len(request.slots)
-            assert torch.equal(tree.view.slots(node, node.end, 0, node.end), request.slots)
-
-
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_thousand_requests_on_one_prompt() -> None:
-    tree = OfCore(1, CORES[0])
+    tree = TreeOfNumbers(1, "rust")
     requests = [tree.run(f"system-{at:04}") for at in range(1024)]
     started = time.process_time()
     tree.view.shared(requests)
@@ -377,13 +254,3 @@ def test_a_thousand_requests_on_one_prompt() -> None:
     for at in range(10):
         tree.view.shared(requests if at % 2 else requests[:-1])
     assert first < 0.5 and (time.process_time() - started) / 10 < 0.02, "far above what it takes"
-
-
-def test_refuses_other_caches() -> None:
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-    cache = UnifiedRadixCache.__new__(UnifiedRadixCache)
-    cache.disable = True
-    for other in (cache, object()):
-        with pytest.raises(UnsupportedTree, match=r"Remove --disable-radix-cache"):
-            TreeView(other)

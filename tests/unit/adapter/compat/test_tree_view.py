@@ -11,21 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NODES_ARE_NUMBERS, Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import Step, Tree, TreeOfNodes
 
 from sglang_mla_ext.adapter.compat.installed import TreeView
 from sglang_mla_ext.adapter.compat.tree_view import UnsupportedTree
 
-pytestmark = pytest.mark.skipif(NODES_ARE_NUMBERS, reason="of trees of nodes: test_tree_of_numbers.py has the others")
 
-PAGE_SIZES = (1, 64)
-
-
-@pytest.fixture(params=PAGE_SIZES, ids=lambda size: f"page {size}")
-def tree(request: pytest.FixtureRequest, new_tree: Any) -> Any:
-    return new_tree(request.param)
+@pytest.fixture(params=Tree.KINDS, ids=str)
+def tree(request: pytest.FixtureRequest) -> TreeOfNodes:
+    return Tree(*request.param)
 
 
 def pages(tree: Any, path: tuple[Step, ...]) -> list[int]:
@@ -46,7 +42,7 @@ def test_requests_that_share_a_prompt_share_its_node(tree: Any) -> None:
 
 def test_nothing_cached_is_an_empty_path(tree: Any) -> None:
     tree.run("abc")
-    at_root, not_yet = SimpleNamespace(last_node=tree.cache.root_node), SimpleNamespace(last_node=None)
+    at_root, not_yet = SimpleNamespace(last_node=tree.root), SimpleNamespace(last_node=None)
     assert tree.paths([at_root, not_yet]) == [(), ()]
     assert tree.paths([]) == []
 
@@ -58,9 +54,11 @@ def test_a_node_keeps_its_end_through_splits(tree: Any) -> None:
     slots = tree.slots(old.node, 0, old.end)
 
     tree.run("abcxyz")
+    tree.look()
     after = tree.path(old.node)
     assert pages(tree, after) == [3, 6] and after[-1] == old
     tree.run("ax")
+    tree.look()
     again = tree.path(old.node)
     assert pages(tree, again) == [1, 3, 6] and again[1:] == after
     assert tree.paths([first]) == [again], "the same handle for the same node"
@@ -72,9 +70,11 @@ def test_a_split_front_is_held_like_the_node_it_was_cut_from(tree: Any) -> None:
     front, back = tree.path(tree.handle(first))
     end_of_second = tree.handle(second)
     tree.finish(second)
+    tree.look()
     assert tree.view.holders(front.node) and tree.view.holders(back.node)
     assert not tree.view.holders(end_of_second)
     tree.finish(first)
+    tree.look()
     assert not tree.view.holders(front.node) and not tree.view.holders(back.node)
 
 
@@ -83,7 +83,11 @@ def test_a_node_has_one_handle_as_long_as_the_handle_is_kept(tree: Any) -> None:
     first = tree.run("system-a")
     kept = tree.handle(first)
     assert tree.handle(first) is kept and tree.paths([tree.run("system-a")])[0][-1].node is kept
-    gone = weakref.ref(tree.handle(tree.run("other")))
+    other = tree.run("other")
+    gone = weakref.ref(tree.handle(other))
+    tree.finish(other)
+    for _ in range(2):  # whose nodes it keeps, if any
+        tree.look()
     gc.collect()
     assert gone() is None, "the view itself keeps no handle"
 
@@ -103,11 +107,14 @@ def test_the_state_follows_requests_and_their_nodes(tree: Any) -> None:
 def test_nodes_that_are_held_do_not_cease_to_exist(tree: Any) -> None:
     """Their ids stay theirs, even when no request and no tree has them any more."""
     request = tree.run("system-a")
-    node = weakref.ref(request.last_node)
+    tree.look()
     held = tree.view.hold([request])
+    node = weakref.ref(held[0])
     tree.finish(request)
     tree.evict(10**6)
     del request
+    for _ in range(3):
+        tree.look()
     gc.collect()
     assert node() is not None
     del held
@@ -139,13 +146,16 @@ def test_lengths_parents_and_holders(tree: Any) -> None:
     first = tree.run("abcdef")
     node = tree.handle(first)
     assert tree.view.length(node) == 6 * tree.page_size and tree.view.parent(node) is None
+    tree.look()
     assert tree.view.holders(node) == 1
     second = tree.run("abcxyz")
+    tree.look()
     front = tree.view.parent(node)
     assert tree.view.length(node) == tree.view.length(front) == 3 * tree.page_size
     assert tree.view.parent(front) is None and tree.view.parent(tree.handle(second)) is front
     assert [tree.view.holders(handle) for handle in (node, front)] == [1, 2]
     tree.finish(first, second)
+    tree.look()
     assert [tree.view.holders(handle) for handle in (node, front)] == [0, 0]
 
 
@@ -167,11 +177,12 @@ def test_nodes_of_a_flushed_tree_are_detached(tree: Any) -> None:
     request = tree.run("abc-d"), tree.run("abc-e")
     nodes = [step.node for step in tree.path(tree.handle(request[0]))]
     assert len(nodes) == 2 and all(map(tree.view.is_attached, nodes))
-    tree.cache.reset()
+    tree.flush()
     assert not any(map(tree.view.is_attached, nodes))
     assert tree.view.is_attached(tree.handle(tree.run("abc-d")))
 
 
+@pytest.mark.release("0.5.17", reason="fields of its nodes; test_tree_on_host.py has a cache on the host")
 def test_nodes_on_the_host_are_attached_until_they_are_dropped(tree: Any) -> None:
     """As HiCache leaves them."""
     request = tree.run("abcdef")
@@ -185,14 +196,15 @@ def test_nodes_on_the_host_are_attached_until_they_are_dropped(tree: Any) -> Non
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.sampled_from(PAGE_SIZES),
+    st.sampled_from(Tree.KINDS),
     st.lists(st.tuples(st.text("ab", min_size=1, max_size=7), st.sampled_from([None, "tenant"])), min_size=1),
 )
-def test_any_order_of_prompts(new_tree: Any, page_size: int, prompts: list[tuple[str, str | None]]) -> None:
-    tree = new_tree(page_size)
+def test_any_order_of_prompts(kind: tuple[int, str | None], prompts: list[tuple[str, str | None]]) -> None:
+    tree = Tree(*kind)
     requests, first_paths = [], []
     for prompt in prompts:
         requests.append(tree.run(*prompt))
+        tree.look()
         first_paths.append(tree.path(tree.handle(requests[-1])))
     paths = tree.paths(requests)
     for request, before, path in zip(requests, first_paths, paths, strict=True):
@@ -206,22 +218,22 @@ def test_any_order_of_prompts(new_tree: Any, page_size: int, prompts: list[tuple
         for other, (other_text, other_key) in zip(paths, prompts, strict=True):
             pairs = zip(text, other_text, strict=False) if key == other_key else ()
             common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-            assert max((step.end for step in one if step in other), default=0) == common * page_size
+            assert max((step.end for step in one if step in other), default=0) == common * tree.page_size
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(PAGE_SIZES), st.lists(st.text("ab", min_size=2, max_size=7), min_size=1))
-def test_a_tree_of_pairs_of_tokens(new_tree: Any, page_size: int, prompts: list[str]) -> None:
+@given(st.sampled_from(Tree.KINDS), st.lists(st.text("ab", min_size=2, max_size=7), min_size=1))
+def test_a_tree_of_pairs_of_tokens(kind: tuple[int, str | None], prompts: list[str]) -> None:
     """As SGLang keeps it for EAGLE's drafts: a slot is shared where the token behind it is the same, too. Nodes have as
     many slots as they have pairs, in whole pages."""
-    tree = new_tree(page_size, pairs=True)
+    tree = Tree(*kind, pairs=True)
+    page_size = tree.page_size
     requests = [tree.run(prompt) for prompt in prompts]
     ends = []
     for request, path in zip(requests, tree.paths(requests), strict=True):
         ends.append([step.end for step in path])
         assert all(end % page_size == 0 for end in ends[-1]) and max(ends[-1], default=0) == len(request.slots)
-        for step in path:
-            assert tree.view.length(step.node) == len(step.node.node.value)
+        assert [(tree.identity(step.node), step.end) for step in path] == tree.whole(request)
         if path:
             assert torch.equal(tree.slots(tree.handle(request), 0, len(request.slots)), request.slots)
     shared = tree.view.shared(requests)
@@ -237,6 +249,7 @@ def test_a_tree_of_pairs_of_tokens(new_tree: Any, page_size: int, prompts: list[
         assert (shared.ends[last] if last >= 0 else 0) == expected
 
 
+@pytest.mark.release("0.5.17", reason="0.5.23 has no ChunkCache")
 def test_refuses_what_is_no_radix_tree() -> None:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.chunk_cache import ChunkCache
@@ -247,3 +260,14 @@ def test_refuses_what_is_no_radix_tree() -> None:
         TreeView(ChunkCache(params))
     with pytest.raises(UnsupportedTree, match="RadixCache"):
         TreeView(RadixCache.create_simulated(disable=True))
+
+
+@pytest.mark.release("0.5.23+", reason="one tree is for all servers")
+def test_refuses_other_caches() -> None:
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    cache = UnifiedRadixCache.__new__(UnifiedRadixCache)
+    cache.disable = True
+    for other in (cache, object()):
+        with pytest.raises(UnsupportedTree, match=r"Remove --disable-radix-cache"):
+            TreeView(other)

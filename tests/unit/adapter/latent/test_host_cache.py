@@ -4,13 +4,14 @@ reader that does not reads other rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import NODES_ARE_NUMBERS
-from test_tree_on_host import HostTree, host_tree  # noqa: F401  a fixture
+from host_trees import HostTree
+from test_tree_on_host import host_tree  # noqa: F401  a fixture
 
 from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
 from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
@@ -18,8 +19,6 @@ from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.step.expander import Expander
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.observe import Counters
-
-pytestmark = pytest.mark.skipif(NODES_ARE_NUMBERS, reason="of trees of nodes, which SGLang 0.5.17 keeps on the host")
 
 PROMPT = "the system prompt"
 HEADS = 2
@@ -35,23 +34,25 @@ class Late:
 
     def __init__(self, tree: HostTree) -> None:
         self.tree, self.pool, self.waited = tree, tree.pool, []
-        self._copies: list[tuple[Any, ...]] = []
+        self._copies: dict[int, Callable[[], None]] = {}
         request = tree.run(PROMPT)
         tree.finish(request)
         tree.finish(tree.run("A" * 60))
-        assert request.last_node.evicted
-        host = tree.cache.token_to_kv_pool_host
-        self._copy = host.load_to_device_per_layer
-        host.load_to_device_per_layer = lambda *arguments: self._copies.append(arguments)
+        assert tree.is_on_host_alone(tree.handle(request))
+        host = tree.host
+        copy = host.load_to_device_per_layer
+
+        def later(*arguments: Any, **given: Any) -> None:
+            self._copies[arguments[3]] = partial(copy, *arguments, **given)
+
+        host.load_to_device_per_layer = later
         self.slots = tree.run(PROMPT + "; one").slots[: len(PROMPT)]
-        assert [arguments[3] for arguments in self._copies] == [0, 1], "each layer is copied"
+        assert list(self._copies) == [0, 1], "each layer is copied"
         self.pool.layer_transfer_counter = SimpleNamespace(wait_until=self._wait)
 
     def _wait(self, layer: int) -> None:
         self.waited.append(layer)
-        for arguments in self._copies:
-            if arguments[3] == layer:
-                self._copy(*arguments)
+        self._copies[layer]()
 
     def expected(self, layer: int) -> torch.Tensor:
         """`[tokens, elements or bytes]`"""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from release import pool_class
 
 from sglang_mla_ext.kernels.dispatch import append_rows, fetch_rows
 from sglang_mla_ext.kernels.storage.expanded import FP8
@@ -216,6 +217,7 @@ def configurator(dtype: torch.dtype, decode: str = "hybrid_mla", mla: bool = Tru
         layer_info=SimpleNamespace(num_effective_layers=LAYERS, start_layer=START, end_layer=START + LAYERS),
         device="cpu",
         is_draft_worker=draft,
+        kv_shard_rank=None,
     )
 
 
@@ -229,7 +231,7 @@ def sglang_globals(monkeypatch: pytest.MonkeyPatch) -> Any:
     execution = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
     for module in (kv_cache_configurator, runtime_context):
         monkeypatch.setattr(module, "get_exec", lambda: execution)
-    monkeypatch.setattr(pool_configurator, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    monkeypatch.setattr(pool_configurator, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1, attn_dcp_size=1))
     return kv_cache_configurator.KVCacheConfigurator, pool_configurator.DefaultPoolConfigurator
 
 
@@ -245,10 +247,10 @@ def test_sglang_builds_it_for_an_fp8_cache(sglang_globals: Any) -> None:
     from sglang_mla_ext.adapter.latent.pool import LatentPool, around_build_mla_pool
 
     original = sglang_globals[0]._build_mla_kv_pool
-    built = around_build_mla_pool(original, configurator(FP8), max_total_num_tokens=TOKENS)
+    built = around_build_mla_pool(original, configurator(FP8), max_total_num_tokens=TOKENS, **pool_class())
     assert type(built) is LatentPool
     # The one that SGLang would have built differs in its rows only.
-    stock = original(configurator(FP8), max_total_num_tokens=TOKENS)
+    stock = original(configurator(FP8), max_total_num_tokens=TOKENS, **pool_class())
     tensors = ("kv_buffer", "data_ptrs", "kv_cache_dim", "mem_usage", "layout", "memory_saver_adapter")
     for name in set(vars(built)) - set(tensors):
         assert vars(built)[name] == vars(stock)[name], name
@@ -261,7 +263,9 @@ def test_sglang_builds_its_own_otherwise(sglang_globals: Any, dtype: torch.dtype
     from sglang_mla_ext.adapter.latent.pool import LatentPool, around_build_mla_pool
 
     original = sglang_globals[0]._build_mla_kv_pool
-    built = around_build_mla_pool(original, configurator(dtype, decode, draft=draft), max_total_num_tokens=TOKENS)
+    built = around_build_mla_pool(
+        original, configurator(dtype, decode, draft=draft), max_total_num_tokens=TOKENS, **pool_class()
+    )
     assert not isinstance(built, LatentPool) and built.kv_cache_dim == RANK + ROPE
 
 

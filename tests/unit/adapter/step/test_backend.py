@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NODES_ARE_NUMBERS
 from decode_world import (
     DECODE,
     DR,
@@ -441,7 +440,6 @@ def test_the_plan_is_written_once(make_world: Any, monkeypatch: pytest.MonkeyPat
     assert written == [(5, 6), (0, 8)]
 
 
-@pytest.mark.skipif(NODES_ARE_NUMBERS, reason="numbers hold nothing of the tree")
 def test_a_flushed_tree_is_not_kept(make_world: Any) -> None:
     """Plans on their way to the device and on it hold nothing of the tree."""
     import gc
@@ -451,7 +449,8 @@ def test_a_flushed_tree_is_not_kept(make_world: Any) -> None:
     world.make("gpu")
     requests = sharing(world)
     world.eager_step(requests)
-    nodes = [weakref.ref(request.last_node) for request in requests]
+    nodes = list(map(weakref.ref, world.steps._prefixes.source.tree.hold(requests)))
+    assert len(nodes) == len(requests)
     world.finish(*requests)
     world.steps.forget()
     world.tree.cache.reset()

@@ -28,6 +28,7 @@ import hooked_worker
 import pytest
 from faults import REPOSITORY, Fault, Functions, Watch, functions_of
 from fork_server import ForkServer
+from release import OLDEST
 
 PROCESSES = 2
 
@@ -153,6 +154,9 @@ ON_A_GPU = {
 }
 """Functions that allocate, and do not run in a life on the CPU, with what they are called in: a failure there comes out
 where the life has it, too."""
+
+OF_OTHER_TREES = {"adapter/compat/sglang_0_5_17/tree.py NodeTreeView.slots"}
+"""They read the tree of another release."""
 
 ALLOCATING = (
     *("arange", "cat", "empty", "empty_like", "full", "new_empty", "new_zeros", "ones", "pin_memory", "stack"),
@@ -316,7 +320,7 @@ def test_every_hook_of_a_running_server_is_among_them(found: dict[str, Any]) -> 
 def test_every_allocation_has_a_place(found: dict[str, Any]) -> None:
     ran = {place.split(":")[0] for place in (*found["start"], *found["life"])}
     allocating = {name for name, _ in functions_that_call(ALLOCATING)}
-    assert allocating - ran == set(ON_A_GPU)
+    assert allocating - ran == ON_A_GPU.keys() | (set() if OLDEST else OF_OTHER_TREES)
 
 
 def test_kernels_are_tried_out_where_a_failure_is_caught() -> None:
