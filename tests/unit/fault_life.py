@@ -191,6 +191,11 @@ class Life:
         """The last one is decoding, if SGLang's scheduler is told to mix."""
         (_, (mixed, _)) = self.mixes.make()
         self.prefill(requests, mixed=True, decoding=int(mixed))
+        scheduler = self.server.scheduler
+        scheduler.body, scheduler.processed = lambda batch: "a result", []
+        assert scheduler.run_batch(self.mixes.new) == "a result"
+        scheduler.process_batch_result(self.mixes.new, "a result")
+        assert scheduler.processed == [(self.mixes.new, "a result")]
         self.mixes.new.decoding_reqs = [SimpleNamespace(is_retracted=True)] * mixed
         self.mixes.results.process_batch_result_prefill(self.mixes.new, SimpleNamespace(can_run_cuda_graph=False))
 

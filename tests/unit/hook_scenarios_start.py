@@ -130,7 +130,7 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
     from sglang_mla_ext.adapter.build import assemble
     from sglang_mla_ext.adapter.step.session import process
 
-    built, steps, rule = [], SimpleNamespace(sharded=None), SimpleNamespace(tokens=0)
+    built, steps, rule = [], SimpleNamespace(sharded=None), SimpleNamespace(tokens=0, query_tokens=1)
     process.scheduler = SimpleNamespace()
 
     def record(runner: Any, options: Any, budget_bytes: int, memory: Any) -> tuple[str, Any, Any]:

@@ -173,12 +173,13 @@ def make_scheduler(
     metrics_collector: Any = None,
     syncs: bool = False,
     build: Callable[[], object] = lambda: None,
+    pool: Any = None,
 ) -> Any:
     """SGLang's scheduler; `build` is called where that loads its model."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    runner = SimpleNamespace(decode_cuda_graph_runner=None)
     given = dict(tree_cache=tree_cache, metrics_collector=metrics_collector, require_mlp_sync=syncs, build=build)
+    runner = SimpleNamespace(decode_cuda_graph_runner=None, req_to_token_pool=pool)
     return Scheduler(SimpleNamespace(**given, tp_worker=SimpleNamespace(model_runner=runner)))
 
 
@@ -225,12 +226,14 @@ class Server:
         if queries > 1:
             args = self.runner.server_args
             args.speculative_algorithm, args.speculative_num_draft_tokens = "EAGLE", queries
+            args.speculative_eagle_topk = 1
         self.buffers = self._buffers_to_come()
         with options(**{"mode": "naive", "min_prefix_len": PAGE, "prefix_memory_gb": BUDGET / (1 << 30), **given}):
             assert profile_bytes(AVAILABLE) < AVAILABLE
             model.attention_layers = lambda runner: self.layers
             make_backend = functools.partial(ATTENTION_BACKENDS["hybrid_mla"], self.runner)
-            self.scheduler = make_scheduler(tree_cache or self.tree.cache, metrics_collector, syncs, make_backend)
+            pool = self.runner.req_to_token_pool
+            self.scheduler = make_scheduler(tree_cache or self.tree.cache, metrics_collector, syncs, make_backend, pool)
         self.of_sync: dict[str, Any] = {"disable_cuda_graph": False, "others_prefill": False}
         self.said: Any = None  # of the last batch to the other rank, where there is one
         self.session = process.session
@@ -272,9 +275,14 @@ class Server:
         prefix_lens: list[int] | None = None,
         new_tokens: list[int] | None = None,
         decoding: int = 0,
+        batch: Any = None,
     ) -> Any:
         """`ForwardBatch.init_new`, as SGLang's worker calls it before a forward pass, in which the last so many
-        requests of a mixed batch are decoding; returns the batch."""
+        requests of a mixed batch are decoding; returns the batch.
+
+        Args:
+            batch: the scheduler's, which gets whatever a pass needs here; by default a new one.
+        """
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
         class ScheduleBatch:
@@ -283,7 +291,7 @@ class Server:
             def __getattr__(self, name: str) -> None:
                 return None
 
-        batch = ScheduleBatch()
+        batch = ScheduleBatch() if batch is None else batch
         batch.forward_mode, batch.reqs = ForwardMode[mode], requests
         rows = len(requests)
         batch.seq_lens = torch.tensor([len(request.slots) for request in requests], dtype=torch.int64)
@@ -338,6 +346,7 @@ def replace_bodies() -> None:
         self.tp_worker, self.waiting_queue, self.chunked_req = server_args.tp_worker, [], None
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = False, 256, PAGE
         self.running_batch, self.disagg_prefill_inflight_queue = SimpleNamespace(reqs=[]), None
+        self.enable_overlap = False
         self.idle, self.require_mlp_sync = True, server_args.require_mlp_sync
         server_args.build()
 
@@ -369,6 +378,8 @@ def replace_bodies() -> None:
 
     FOR_GOOD.enter_context(published_arguments())
     PrefillAdder.add_one_req = add_one_req
+    Scheduler.run_batch = lambda self, batch: self.body(batch)
+    Scheduler.process_batch_result = lambda self, batch, result: self.processed.append((batch, result))
     dp_attn.prepare_mlp_sync_batch_raw = sync
     dp_attn.MLPSyncBatchInfo._get_local_tensor = lambda self, device: (
         self.is_extend_in_batch,

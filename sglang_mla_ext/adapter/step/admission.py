@@ -169,7 +169,7 @@ class Admission:
         running, size = kwargs["running_batch"], scheduler.chunked_prefill_size
         tokens = self.new_tokens(scheduler, running) or 0
         scheduler.is_mixed_chunk = False
-        self.paired.choose(None)
+        self.paired.chosen = None
         if not tokens:
             batch, left = make(scheduler, *args, **kwargs)
             if batch is not None:
@@ -264,7 +264,7 @@ class Admission:
         # SGLang 0.5.17 does not look whether the running ones find a place behind those that were let in.
         mixed = reason is None and self._running.check_decode_mem()
         if self.paired.possible:
-            self.paired.choose(batch if mixed else None)
+            self.paired.chosen = batch if mixed else None
         else:
             scheduler.is_mixed_chunk = mixed
 

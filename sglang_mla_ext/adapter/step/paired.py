@@ -96,7 +96,8 @@ class PairedSteps:
     """Pairs of a verify step and a batch of new tokens, of one scheduler.
 
     Attributes:
-        possible: whether there are any: drafts are verified here, and this release of SGLang is known to allow it.
+        possible: whether there are any: drafts are verified here, and new tokens are mixed.
+        chosen: the batch whose tokens are to join the next verify step; None for none.
     """
 
     def __init__(self, width: int, *, possible: bool) -> None:
@@ -105,8 +106,9 @@ class PairedSteps:
             width: query tokens of a request in a verify step.
         """
         self.possible, self._width = possible and width > 1, width
-        self._new: ScheduleBatch | None = None  # whose tokens are to join the next verify step
-        self._layout: Layout | None = None  # of those that have joined the one that runs
+        self.chosen: ScheduleBatch | None = None
+        self._new: ScheduleBatch | None = None  # the same while the iteration runs
+        self._layout: Layout | None = None  # of its tokens that have joined the verify step
         self._result: Any = None  # of them
         self._decoded: list[tuple[Any, ScheduleBatch, Any]] = []  # by results of new tokens: those to process first
         self._kept: deque[list[Any]] = deque(maxlen=KEPT_ITERATIONS)
@@ -119,18 +121,14 @@ class PairedSteps:
         """
         self._table, self._page = table, page
 
-    def choose(self, batch: ScheduleBatch | None) -> None:
-        """The new tokens of this batch are to join the next verify step; of none, for None."""
-        self._new = batch
-
     # ---- an iteration of the scheduler
 
     def run(self, original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any) -> Any:
         """`Scheduler.run_batch`: with a batch that was chosen, the running requests' next step comes first."""
-        if self._new is None or self._new is not batch:
+        chosen, self.chosen = self.chosen, None
+        if chosen is None or chosen is not batch:
             return original(scheduler, batch, *args)
-        self._new, running = None, scheduler.running_batch
-        decoding = None
+        running, decoding = scheduler.running_batch, None
         if not running.is_empty() and running.check_decode_mem():
             decoding = scheduler.update_running_batch(running)
         if decoding is None or decoding.is_empty():
@@ -210,24 +208,30 @@ class PairedSteps:
         self._layout = layout
         return layout.rows
 
-    def take(self, output: Any) -> Any:
-        """Keep the results of the tokens that joined, and return those of the verify step. SGLang's next graphs may
-        write where these are, so what is kept is copied.
+    def keep(self, output: Any) -> None:
+        """Keep the results of the tokens that joined. SGLang's next graphs may write where they are: they are copied.
 
         Args:
-            output: ModelRunnerOutput of both, with logits and hidden states of all rows.
+            output: ModelRunnerOutput of all rows.
         """
-        if (layout := self._layout) is None:
-            return output
-        logits, new = output.logits_output, layout.rows.total
-        of_new, of_step = copy.copy(logits), copy.copy(logits)
-        of_new.next_token_logits = logits.next_token_logits[layout.last]
-        of_step.next_token_logits = logits.next_token_logits[new:]
+        assert self._layout is not None, "tokens have joined"
+        logits = output.logits_output
+        of_new = copy.copy(logits)
+        of_new.next_token_logits = logits.next_token_logits[self._layout.last]
         if logits.hidden_states is not None:
-            of_new.hidden_states = logits.hidden_states[layout.real]
-            of_step.hidden_states = logits.hidden_states[new:]
-        self._result, output = copy.copy(output), copy.copy(output)
-        self._result.logits_output, output.logits_output = of_new, of_step
+            of_new.hidden_states = logits.hidden_states[self._layout.real]
+        self._result = copy.copy(output)
+        self._result.logits_output = of_new
+
+    def of_step(self, output: Any) -> Any:
+        """Return the results of the verify step alone; see `keep`."""
+        assert self._layout is not None, "tokens have joined"
+        logits, new = copy.copy(output.logits_output), self._layout.rows.total
+        logits.next_token_logits = logits.next_token_logits[new:]
+        if logits.hidden_states is not None:
+            logits.hidden_states = logits.hidden_states[new:]
+        output = copy.copy(output)
+        output.logits_output = logits
         return output
 
     def result(self, batch: ScheduleBatch) -> Any:

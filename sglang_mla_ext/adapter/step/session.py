@@ -113,9 +113,19 @@ class Session:
         try:
             output = original(runner, forward_batch, *args, **kwargs)
             launched = True
-            return self.admission.paired.take(output) if joined else output
+            return self._apart(output) if joined else output
         finally:
             self._end_pass(forward_batch, launched)
+
+    def _apart(self, output: Any) -> Any:
+        """Return the results of a verify step without those of new tokens, which are kept; where that fails, they are
+        computed again."""
+        self._keep(output)
+        return self.admission.paired.of_step(output)
+
+    @guarded(Fallback.TAKE_LAST_LOGITS)
+    def _keep(self, output: Any) -> None:
+        self.admission.paired.keep(output)
 
     @guarded(Fallback.END_PASS)
     def _end_pass(self, forward_batch: Any, launched: bool) -> None:

@@ -16,6 +16,7 @@ import hook_scenarios_draft
 import hook_scenarios_failure
 import hook_scenarios_host
 import hook_scenarios_mixed
+import hook_scenarios_paired
 import hook_scenarios_shadow
 import hook_scenarios_sleep
 import hook_scenarios_speculative
@@ -35,6 +36,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
             hook_scenarios_failure,
             hook_scenarios_host,
             hook_scenarios_mixed,
+            hook_scenarios_paired,
             hook_scenarios_shadow,
         ),
     )

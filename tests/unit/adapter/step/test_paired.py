@@ -130,7 +130,9 @@ def test_results_are_handed_out_once() -> None:
     worker.join()
     logits = torch.arange(20.0)[:, None].repeat(1, 3)
     answer = SimpleNamespace(next_token_logits=logits, hidden_states=logits + 0.5, customized_info=None)
-    of_step = worker.paired.take(SimpleNamespace(logits_output=answer, can_run_graph=True))
+    output = SimpleNamespace(logits_output=answer, can_run_graph=True)
+    worker.paired.keep(output)
+    of_step = worker.paired.of_step(output)
     assert of_step.logits_output.next_token_logits[:, 0].tolist() == list(range(12, 20))
     assert of_step.logits_output.hidden_states[:, 0].tolist() == [row + 0.5 for row in range(12, 20)]
     assert worker.paired.result(worker.batch) is None
@@ -184,9 +186,9 @@ class Scheduler:
 
 def test_running_requests_run_first_and_are_processed_first() -> None:
     scheduler, first, second = Scheduler(), Scheduler.batch_of("first", 1), Scheduler.batch_of("second", 1)
-    scheduler.paired.choose(first)
+    scheduler.paired.chosen = first
     of_first = scheduler.run(first)
-    scheduler.paired.choose(second)
+    scheduler.paired.chosen = second
     of_second = scheduler.run(second)  # before the first result is processed
     assert scheduler.ran == ["running", "first", "running", "second"] and scheduler.barriers == 2
     assert (of_first.of, of_second.of) == ("first", "second") and scheduler.paired.joining() is None
@@ -202,14 +204,14 @@ def test_new_tokens_alone(alone: str) -> None:
     scheduler = Scheduler(running=0 if alone == "nobody runs" else 2, memory=alone != "no memory")
     scheduler.ends = alone == "all end"
     batch = Scheduler.batch_of("new", 1)
-    scheduler.paired.choose(Scheduler.batch_of("another", 1) if alone == "not chosen" else batch)
+    scheduler.paired.chosen = Scheduler.batch_of("another", 1) if alone == "not chosen" else batch
     scheduler.process(batch, scheduler.run(batch))
     assert scheduler.ran == ["new"] and scheduler.processed == [("new", "new")]
 
 
 def test_an_error_leaves_nothing_behind() -> None:
     scheduler, batch = Scheduler(), Scheduler.batch_of("new", 1)
-    scheduler.paired.choose(batch)
+    scheduler.paired.chosen = batch
 
     def failing(of: Any, one: Any) -> Any:
         raise RuntimeError("out of memory")

@@ -1,0 +1,139 @@
+"""What our hooks do where new tokens join a step that verifies drafts; with 0.5.17 they never do.
+
+Each scenario runs in a process of its own, see test_hooks.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hooked_worker import PAGE, PROMPT, Server
+from release import OLDEST
+
+QUERIES, SHARED = 3, 13 * PAGE
+NEW = (2, 4)
+"""New tokens of two requests, which are one and two units."""
+
+
+class Pairs:
+    """A server, and SGLang's scheduler and model, as far as they run a pair of batches."""
+
+    def __init__(self) -> None:
+        self.server = Server(queries=QUERIES, mixed_tokens=64)
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.model_executor.model_runner import ModelRunner
+
+        self.paired = self.server.session.admission.paired
+        self.running = self.server.run(PROMPT + "-a", PROMPT + "-b")
+        self.waiting = self.server.run(PROMPT + "-c", PROMPT + "-d")
+        table = self.server.runner.req_to_token_pool.req_to_token
+        for row, req in enumerate([*self.running, *self.waiting]):
+            table[row, : len(req.slots)] = req.slots
+
+        class ScheduleBatch(SimpleNamespace):
+            """Has None for whatever a pass here does not need."""
+
+            def __getattr__(self, name: str) -> None:
+                return None
+
+        self.new: Any = ScheduleBatch(
+            reqs=self.waiting,
+            forward_mode=ForwardMode.EXTEND,
+            prefix_lens=[SHARED, SHARED],
+            extend_lens=list(NEW),
+            extend_num_tokens=sum(NEW),
+            prefill_input_ids_cpu=torch.arange(sum(NEW)),
+            req_pool_indices=torch.tensor([2, 3]),
+            out_cache_loc=torch.arange(7000, 7000 + sum(NEW)),
+        )
+        self.decoding: Any = ScheduleBatch(reqs=self.running, is_empty=bool, check_decode_mem=lambda: True)
+        rows = QUERIES * len(self.running)
+        self.decoding.out_cache_loc = torch.arange(6000, 6000 + rows)
+        self.decoding.spec_info = SimpleNamespace(
+            positions=torch.arange(rows), num_tokens_per_req=QUERIES, draft_token_num=QUERIES
+        )
+        self.decoding.copy = lambda: self.decoding
+        for req in (*self.running, *self.waiting):
+            req.seqlen = len(req.slots)
+        self.scheduler = self.server.scheduler
+        self.scheduler.running_batch, self.scheduler.body = self.decoding, self._run_batch
+        self.scheduler.update_running_batch = lambda batch: batch
+        self.scheduler.processed = []
+        self.model: Any = object.__new__(ModelRunner)
+        self.model.is_draft_worker, self.model.run = False, self._run
+        self.ran: list[tuple[str, int, int]] = []  # mode, requests and rows of each pass of the model
+        self.plans: list[Any] = []
+        self.results: dict[str, list[float]] = {}
+
+    def iteration(self) -> list[tuple[str, int, int]]:
+        self.ran = []
+        self.paired.chosen = self.new
+        result = self.scheduler.run_batch(self.new)
+        self.scheduler.process_batch_result(self.new, result)
+        return self.ran
+
+    def _run_batch(self, batch: Any) -> Any:
+        """As SGLang's worker: a batch for the model, and what it returns."""
+        if batch is self.decoding:
+            of_model = self.server.forward("TARGET_VERIFY", self.running, batch=self.decoding)
+        else:
+            lens = {"prefix_lens": batch.prefix_lens, "new_tokens": batch.extend_lens}
+            of_model = self.server.forward("EXTEND", batch.reqs, batch=batch, **lens)
+        self.plans.append(self.server.coming.plan)
+        output = self.model.forward(of_model).logits_output
+        name = "decoded" if batch is self.decoding else "new"
+        self.results[name] = output.next_token_logits.flatten().tolist()
+        return SimpleNamespace(of=name)
+
+    def _run(self, batch: Any) -> Any:
+        self.ran.append((batch.forward_mode.name, batch.batch_size, len(batch.input_ids)))
+        if batch.forward_mode.is_target_verify():
+            rows = torch.arange(float(len(batch.input_ids)))[:, None]
+        else:
+            rows = torch.tensor([[-1.0], [-2.0]])  # of last rows alone
+        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=rows, hidden_states=rows))
+
+
+def scenario_new_tokens_join_a_step_that_verifies_drafts() -> None:
+    world = Pairs()
+    if OLDEST:
+        assert not world.paired.possible
+        return
+    assert world.iteration() == [("TARGET_VERIFY", 5, 15)]
+    assert world.results == {"decoded": [9.0, 10.0, 11.0, 12.0, 13.0, 14.0], "new": [1.0, 6.0]}
+    assert [result.of for _, result in world.scheduler.processed] == ["decoded", "new"]
+    (segment,) = world.plans[0].segments
+    assert segment.rows == (0, 1, 2, 3) and segment.tokens == SHARED
+    assert not world.plans[1].segments, "what is computed already shares nothing"
+    counters = world.server.counters
+    assert (counters.steps_mixed, counters.steps_verify, counters.steps_naive) == (1, 1, 1)
+    assert counters.tokens_mixed == sum(NEW) and counters.prefill_tokens_saved == 2 * SHARED
+    assert not counters.fallbacks
+
+
+def scenario_new_tokens_that_cannot_join_have_a_pass_of_their_own() -> None:
+    world = Pairs()
+    if OLDEST:
+        assert not world.paired.possible
+        return
+    world.new.prefill_input_ids_cpu = None  # joining fails
+    assert world.iteration() == [("TARGET_VERIFY", 2, 6), ("EXTEND", 2, 6)]
+    assert world.results == {"decoded": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "new": [-1.0, -2.0]}
+    assert dict(world.server.counters.fallbacks) == {"begin_pass": 1} and world.server.counters.steps_mixed == 0
+
+
+def scenario_results_that_cannot_be_kept_are_computed_again() -> None:
+    world = Pairs()
+    if OLDEST:
+        assert not world.paired.possible
+        return
+
+    def fail(output: Any) -> None:
+        raise MemoryError("no")
+
+    world.paired.keep = fail
+    assert world.iteration() == [("TARGET_VERIFY", 5, 15), ("EXTEND", 2, 6)]
+    assert world.results == {"decoded": [9.0, 10.0, 11.0, 12.0, 13.0, 14.0], "new": [-1.0, -2.0]}
+    assert dict(world.server.counters.fallbacks) == {"take_last_logits": 1}
