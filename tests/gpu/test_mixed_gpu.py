@@ -18,9 +18,17 @@ from typing import Any
 import pytest
 from test_engine_gpu import make_model
 
+from sglang_mla_ext.adapter.compat import contract
+
 pytestmark = pytest.mark.gpu
 
 PREFIX, REQUESTS, AT_A_TIME = 7069, 96, 16
+DRAFTS: dict[str, Any] = dict(
+    speculative_algorithm="NEXTN",
+    speculative_num_steps=3,
+    speculative_eagle_topk=1,
+    speculative_num_draft_tokens=4,
+)
 
 
 def run_engine(
@@ -34,12 +42,15 @@ def run_engine(
     return found
 
 
+@pytest.mark.parametrize("drafts", [False, True], ids=["decode", "verify"])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_answers_under_mixing_are_likely_ones(heads: int, tmp_path: Path) -> None:
+def test_answers_under_mixing_are_likely_ones(heads: int, drafts: bool, tmp_path: Path) -> None:
     """As likely as those of steps and passes in turns: in BF16 SGLang's own, with prefixes or the cache in FP8 ours.
     Nested prefixes, rows that cross pages."""
-    model = make_model(tmp_path / "checkpoint", "--heads", str(heads))
-    small = {"mem_fraction_static": 0.2}
+    if drafts and contract.line() == "0.5.17":
+        pytest.fail("with 0.5.17 nothing is mixed beside drafts: run this with a newer release")
+    model = make_model(tmp_path / "checkpoint", "--heads", str(heads), *(["--nextn"] if drafts else []))
+    small = {"mem_fraction_static": 0.3, **DRAFTS} if drafts else {"mem_fraction_static": 0.2}
     naive = {"SGLANG_HYBRID_MLA_MODE": "naive", "SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB": "3"}
     fp8_prefix, fp8_cache = {"SGLANG_HYBRID_MLA_PREFIX_DTYPE": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e4m3"}
     in_turns = {"SGLANG_HYBRID_MLA_MIXED_TOKENS": "0"}
@@ -52,7 +63,7 @@ def test_answers_under_mixing_are_likely_ones(heads: int, tmp_path: Path) -> Non
         "FP8 cache mixed": ("hybrid_mla", small | fp8_cache, naive),
     }
     files = {name: tmp_path / f"{index}.json" for index, name in enumerate(engines)}
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(1 if drafts else 3) as pool:  # graphs of prefill and drafts are not in an engine's share
         running = {
             name: pool.submit(run_engine, model, files[name], backend, arguments, env)
             for name, (backend, arguments, env) in engines.items()
@@ -63,10 +74,10 @@ def test_answers_under_mixing_are_likely_ones(heads: int, tmp_path: Path) -> Non
     of = {name: gaps[str(file)] for name, file in files.items()}
     for name, values in of.items():
         counters = (found[name]["info"] or {}).get("counters", {})
-        mixed = {key: counters.get(key) for key in ("steps_mixed", "prefills_mixed", "tokens_mixed", "not_mixed")}
+        mixed = {key: counters.get(key) for key in ("steps_mixed", "steps_verify", "tokens_mixed", "not_mixed")}
         print(f"{heads} heads, {name}: mean {mean(values):.5f}, max {max(values):.4f}, {mixed}")
     for name in ("mixed", "FP8 prefixes mixed", "FP8 cache mixed"):
         counters = found[name]["info"]["counters"]
-        assert counters["steps_mixed"] > 20 and counters["tokens_mixed"] > 20 * 64
+        assert counters["steps_mixed"] > 20 and counters["tokens_mixed"] > 20 * (16 if drafts else 64)
         assert counters["fallbacks"] == {}
         assert mean(of[name]) < 2 * mean(of[name.replace("mixed", "in turns")]) + 1e-3
