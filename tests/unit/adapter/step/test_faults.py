@@ -44,6 +44,8 @@ DOORS = {
     "adapter/step/admission.py Admission.process",
     "adapter/step/admission.py Admission.run",
     "adapter/step/admission.py Admission.sync",
+    "adapter/step/paired.py PairedSteps.process",
+    "adapter/step/paired.py PairedSteps.run",
     "adapter/step/mixed.py around_forward_raw",
     "adapter/step/mixed.py forward_mixed",
     "adapter/step/session.py Session.forward",
