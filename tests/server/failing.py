@@ -64,8 +64,8 @@ def changes_plans(name: str, folder: Path) -> None:
 def install(folder: Path) -> None:
     """The names, and what of the extension fails under them."""
     from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
+    from sglang_mla_ext.adapter.prefill.expander import Expander
     from sglang_mla_ext.adapter.step import steps
-    from sglang_mla_ext.adapter.step.expander import Expander
     from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
     from sglang_mla_ext.observe import Metrics
     from sglang_mla_ext.prefix.sharing import Sharing

@@ -19,8 +19,8 @@ import sharded_ranks
 import torch
 from sharded_ranks import OTHER, SYSTEM, Rank, member_of
 
-from sglang_mla_ext.adapter.step import ranks
-from sglang_mla_ext.adapter.step.sharded import gather_over
+from sglang_mla_ext.adapter.ranks import ranks
+from sglang_mla_ext.adapter.ranks.sharded import gather_over
 
 FAULTY_STEP, STEPS = 6, 8
 

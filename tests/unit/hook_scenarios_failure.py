@@ -28,7 +28,7 @@ def scenario_a_pass_in_a_prefill_graph_is_run_again() -> None:
 
 def _run_again(server: Server, kind_of_runner: type) -> None:
     """Once, and where nobody else computes with this rank; an error of SGLang's is nothing of ours."""
-    from sglang_mla_ext.adapter.step.failure import our_part
+    from sglang_mla_ext.adapter.failure import our_part
     from sglang_mla_ext.reasons import Fallback
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")

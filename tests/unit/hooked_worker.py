@@ -76,7 +76,8 @@ def install() -> list[str]:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_mla_ext.adapter.step import hooks, start
+    from sglang_mla_ext.adapter.build import start
+    from sglang_mla_ext.adapter.step import hooks
 
     register = HookRegistry.register
 

@@ -189,9 +189,10 @@ def scenario_worker():
     if stubs.needed():
         os.environ[stubs.INSTALLED_VARIABLE] = "1"
     load_plugins()
+    from sglang_mla_ext.adapter.build import start
     from sglang_mla_ext.adapter.compat import contract
     from sglang_mla_ext.adapter.compat.table import dotted
-    from sglang_mla_ext.adapter.step import hooks, start
+    from sglang_mla_ext.adapter.step import hooks
 
     start.assert_installed()
     return {
@@ -228,7 +229,7 @@ def scenario_other_features_gone():
     load_plugins()
     import torch
 
-    from sglang_mla_ext.adapter.step import start
+    from sglang_mla_ext.adapter.build import start
 
     start.assert_installed()
     runner = types.SimpleNamespace(is_draft_worker=False, dtype=torch.float32, kv_cache_dtype=torch.float32)

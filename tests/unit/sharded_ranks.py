@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_mla_ext.adapter.step.sharded import hold_vote
+from sglang_mla_ext.adapter.ranks.sharded import hold_vote
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.memory.pool import ExpandedPool

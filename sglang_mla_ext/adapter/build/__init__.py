@@ -1,1 +1,1 @@
-"""Parts of the backend that are made at start, and how much memory they may take."""
+"""The start of a worker process: what the backend is made of, and how much memory that may take."""

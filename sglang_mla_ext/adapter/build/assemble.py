@@ -19,14 +19,14 @@ from sglang_mla_ext.adapter.build.expanding import (
 from sglang_mla_ext.adapter.build.prefill import make_prefill_sharing, make_transient_expansion
 from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, make_shadow
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+from sglang_mla_ext.adapter.prefill.prefill_graph import make_prefill_graph
+from sglang_mla_ext.adapter.ranks.ranks import check_alike, drawn_key, rules, tp_group
+from sglang_mla_ext.adapter.ranks.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 from sglang_mla_ext.adapter.step.layer import hand_over_queries, merge_before_o_proj, take_over
 from sglang_mla_ext.adapter.step.mixed import MixedRule
-from sglang_mla_ext.adapter.step.prefill_graph import make_prefill_graph
-from sglang_mla_ext.adapter.step.ranks import check_alike, drawn_key, rules, tp_group
 from sglang_mla_ext.adapter.step.reports import Reports
-from sglang_mla_ext.adapter.step.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW

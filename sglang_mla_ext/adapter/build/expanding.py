@@ -13,12 +13,12 @@ from sglang_mla_ext.adapter.build.budget import naive_tiles
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.pool import latent_rows
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
-from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
-from sglang_mla_ext.adapter.step.ranks import tp_group
+from sglang_mla_ext.adapter.prefill.expander import Expander, temporary_bytes
+from sglang_mla_ext.adapter.prefill.prefill_graph import PrefillGraph
+from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
+from sglang_mla_ext.adapter.ranks.ranks import tp_group
+from sglang_mla_ext.adapter.ranks.sharded import exchange_over
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
-from sglang_mla_ext.adapter.step.sharded import exchange_over
-from sglang_mla_ext.adapter.step.transient import TransientExpansion
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.naive.attention import SharedAttention

@@ -10,10 +10,10 @@ from sglang_mla_ext.adapter.build.budget import naive_tiles
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.pool import latent_rows
-from sglang_mla_ext.adapter.step.prefill import PrefillPlan
-from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
+from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
+from sglang_mla_ext.adapter.prefill.prefill_graph import PrefillGraph
+from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.adapter.step.steps import PrefillSharing
-from sglang_mla_ext.adapter.step.transient import TransientExpansion
 from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import MAX_ROWS

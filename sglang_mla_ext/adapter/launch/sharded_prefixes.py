@@ -1,4 +1,4 @@
-"""Decide at launch whether ranks of DP attention shard expanded prefixes: see step/sharded.py."""
+"""Decide at launch whether ranks of DP attention shard expanded prefixes: see ranks/sharded.py."""
 
 from __future__ import annotations
 

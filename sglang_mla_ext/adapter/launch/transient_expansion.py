@@ -1,4 +1,4 @@
-"""Decide at launch whether prefill passes expand prefixes for themselves, by default: see step/transient.py."""
+"""Decide at launch whether prefill passes expand prefixes for themselves, by default: see prefill/transient.py."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A forward pass: planned, run through SGLang's layers, checked; and what is built for it at start."""
+"""A forward pass: chosen, planned, run through SGLang's layers, and checked."""

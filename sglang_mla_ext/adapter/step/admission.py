@@ -27,11 +27,11 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.adapter.step.failure import guarded
+from sglang_mla_ext.adapter.failure import guarded
+from sglang_mla_ext.adapter.ranks.voting import Voting
 from sglang_mla_ext.adapter.step.mixed import MixedRule, is_extend, refusal_of
 from sglang_mla_ext.adapter.step.paired import PairedSteps
 from sglang_mla_ext.adapter.step.passes import Kind, Pass
-from sglang_mla_ext.adapter.step.voting import Voting
 from sglang_mla_ext.predict.mixed import MOST_STEPS, MOST_STEPS_WITH_DRAFTS  # plain Python
 from sglang_mla_ext.reasons import Fallback, NotMixed
 from sglang_mla_ext.rows import Rows

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_mla_ext.adapter.step.failure import our_part
+from sglang_mla_ext.adapter.failure import our_part
 from sglang_mla_ext.adapter.step.layer import absorbs_prefill
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.preparation import Preparation
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-    from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
+    from sglang_mla_ext.adapter.prefill.prefill_graph import PrefillGraph
     from sglang_mla_ext.adapter.stock.protocol import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
 

@@ -16,9 +16,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter import failure
+from sglang_mla_ext.adapter.build import start
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature, dotted
-from sglang_mla_ext.adapter.step import failure, mixed, start
+from sglang_mla_ext.adapter.step import mixed
 from sglang_mla_ext.adapter.step.admission import Admission
 from sglang_mla_ext.adapter.step.session import Session, process
 from sglang_mla_ext.options import HybridMLAOptions

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.step.failure import our_part
+from sglang_mla_ext.adapter.failure import our_part
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.reasons import Fallback
 

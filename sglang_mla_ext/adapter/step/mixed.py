@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_mla_ext.adapter.step.failure import OurPartFailedError, Running, guarded, our_part, several_ranks
+from sglang_mla_ext.adapter.failure import OurPartFailedError, Running, guarded, our_part, several_ranks
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.cost_model import CostModel

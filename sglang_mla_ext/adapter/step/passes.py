@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from torch import Tensor
 
-    from sglang_mla_ext.adapter.step.prefill import PrefillPlan
+    from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
     from sglang_mla_ext.kernels.watch import Watched
     from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.failure import guarded
 from sglang_mla_ext.adapter.step.admission import Admission
-from sglang_mla_ext.adapter.step.failure import guarded
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.reasons import Fallback

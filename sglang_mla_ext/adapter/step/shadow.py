@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-from sglang_mla_ext.adapter.step.expander import weights_of
+from sglang_mla_ext.adapter.prefill.expander import weights_of
 from sglang_mla_ext.adapter.step.passes import Pass
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.watch import Watch, Watched

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, passes
-from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.pass_costs import PassCosts
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_mla_ext.adapter.compat.installed import TreeView
-    from sglang_mla_ext.adapter.step.expander import Expander
+    from sglang_mla_ext.adapter.prefill.expander import Expander
+    from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
+    from sglang_mla_ext.adapter.ranks.sharded import ShardedSteps
     from sglang_mla_ext.adapter.step.shadow import ShadowCheck
-    from sglang_mla_ext.adapter.step.sharded import ShardedSteps
-    from sglang_mla_ext.adapter.step.transient import TransientExpansion
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.cpu import extend
+from sglang_mla_ext.adapter.failure import our_part
 from sglang_mla_ext.adapter.latent.pool import fp8_rows
-from sglang_mla_ext.adapter.step.failure import our_part
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.reasons import Fallback

@@ -16,11 +16,11 @@ import pytest
 from examined import LLAMA
 from fork_server import ForkServer
 
+from sglang_mla_ext.adapter.build import start
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.cpu import stubs
 from sglang_mla_ext.adapter.launch import status_routes
-from sglang_mla_ext.adapter.step import start
 from sglang_mla_ext.options import HybridMLAOptions
 
 SCENARIOS = Path(__file__).parents[1].joinpath("plugin_scenarios.py")
@@ -130,7 +130,7 @@ def test_a_worker_has_the_backend_and_all_hooks(scenarios: dict[str, Any]) -> No
     worker, without = scenarios["worker"], scenarios["without"]
     assert worker["backends"] == {
         **without["backends"],
-        "hybrid_mla": "sglang_mla_ext.adapter.step.start.create_backend",
+        "hybrid_mla": "sglang_mla_ext.adapter.build.start.create_backend",
     }
     assert worker["handlers"]["hybrid_mla"] == "sglang_mla_ext.adapter.step.layer.forward_method"
     assert worker["query in parts"] == [*without["query in parts"], "hybrid_mla"]

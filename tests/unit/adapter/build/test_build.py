@@ -14,8 +14,8 @@ from sglang_mla_ext import observe
 from sglang_mla_ext.adapter import server
 from sglang_mla_ext.adapter.build import assemble, expanding
 from sglang_mla_ext.adapter.build import prefill as prefill_parts
+from sglang_mla_ext.adapter.ranks.ranks import RanksDifferError
 from sglang_mla_ext.adapter.step.passes import passes
-from sglang_mla_ext.adapter.step.ranks import RanksDifferError
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.prefix.planner.cost_model import CostModel

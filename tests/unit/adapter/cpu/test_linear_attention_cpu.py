@@ -113,7 +113,7 @@ def test_convolution_goes_on_where_it_was() -> None:
 
 @pytest.mark.parametrize("repeats", [False, True])
 def test_no_pass_is_run_twice_whose_states_would_take_their_tokens_twice(repeats: bool) -> None:
-    from sglang_mla_ext.adapter.step.failure import OurPartFailedError, around_pass
+    from sglang_mla_ext.adapter.failure import OurPartFailedError, around_pass
     from sglang_mla_ext.reasons import Fallback
 
     runs: list[Any] = []

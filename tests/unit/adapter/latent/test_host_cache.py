@@ -16,8 +16,8 @@ from test_tree_on_host import host_tree  # noqa: F401  a fixture
 from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
 from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
-from sglang_mla_ext.adapter.step.expander import Expander
-from sglang_mla_ext.adapter.step.prefill import PrefillPlan
+from sglang_mla_ext.adapter.prefill.expander import Expander
+from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
 from sglang_mla_ext.observe import Counters
 
 PROMPT = "the system prompt"

@@ -14,9 +14,9 @@ import torch
 
 from sglang_mla_ext.adapter.build import expanding
 from sglang_mla_ext.adapter.launch import limits, sharded_prefixes
+from sglang_mla_ext.adapter.ranks import sharded
+from sglang_mla_ext.adapter.ranks.sharded import ShardedSteps
 from sglang_mla_ext.adapter.server import Server
-from sglang_mla_ext.adapter.step import sharded
-from sglang_mla_ext.adapter.step.sharded import ShardedSteps
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.memory.pool import ExpandedPool

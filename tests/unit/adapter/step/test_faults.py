@@ -49,7 +49,7 @@ DOORS = {
     "adapter/step/mixed.py around_forward_raw",
     "adapter/step/mixed.py forward_mixed",
     "adapter/step/session.py Session.forward",
-    "adapter/step/voting.py Voting.close",
+    "adapter/ranks/voting.py Voting.close",
     "adapter/step/layer.py after_split_q",
     "adapter/step/layer.py forward_method",
     "adapter/step/layer.py around_chunk_info",
@@ -58,10 +58,10 @@ DOORS = {
 """Where SGLang's pass enters our code: what is ours in them is inside of `our_part`, and fails here too."""
 
 THE_NET = {
-    "adapter/step/failure.py around_pass",
-    "adapter/step/failure.py our_part.__enter__",
-    "adapter/step/failure.py our_part.__exit__",
-    "adapter/step/failure.py our_part.__init__",
+    "adapter/failure.py around_pass",
+    "adapter/failure.py our_part.__enter__",
+    "adapter/failure.py our_part.__exit__",
+    "adapter/failure.py our_part.__init__",
     "adapter/step/passes.py Pass.share_nothing",
     "adapter/step/steps.py Steps._repair",
     "adapter/step/steps.py Steps.has_lost_memory",
@@ -129,8 +129,8 @@ ON_A_GPU = {
     "adapter/build/expanding.py all_ranks_agree.agree": "choosing whether a pass is mixed, of several ranks",
     "adapter/build/expanding.py reach_each_other": "start, of several ranks",
     "adapter/step/layer.py around_eh_norm": "instead of SGLang's",
-    "adapter/step/transient.py TransientExpansion._pieces.piece": "before a prefill pass",
-    "adapter/step/sharded.py gather_over.gather": "a vote, of several ranks",
+    "adapter/prefill/transient.py TransientExpansion._pieces.piece": "before a prefill pass",
+    "adapter/ranks/sharded.py gather_over.gather": "a vote, of several ranks",
     "adapter/stock/flashmla.py with_rows": "SGLang's prefill, where ranks divide heads and requests",
     "adapter/stock/torch_native.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",
     "adapter/stock/torch_native.py TorchTails.run": "in a layer, from 0.5.23 on",
@@ -187,8 +187,8 @@ def main(out: Path, which: str) -> None:
     Args:
         which: "some", or "others".
     """
+    from sglang_mla_ext.adapter.build import start as start_of_worker
     from sglang_mla_ext.adapter.compat.table import Feature
-    from sglang_mla_ext.adapter.step import start as start_of_worker
     from sglang_mla_ext.observe import Metrics
 
     hooked_worker.replace_bodies()

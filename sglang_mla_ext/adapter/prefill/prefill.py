@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_mla_ext.adapter.step.transient import TransientPlan
-from sglang_mla_ext.adapter.step.windows import Window, attend, windows
+from sglang_mla_ext.adapter.prefill.transient import TransientPlan
+from sglang_mla_ext.adapter.prefill.windows import Window, attend, windows
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.plan import Plan

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_mla_ext.adapter.step.failure import our_part
+from sglang_mla_ext.adapter.failure import our_part
 from sglang_mla_ext.kernels.dispatch import make_kept_part
 from sglang_mla_ext.kernels.kept_part import KeptPart
 from sglang_mla_ext.kernels.memory import Memory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    from sglang_mla_ext.adapter.step.prefill import PrefillPlan
+    from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
     from sglang_mla_ext.adapter.stock.protocol import PrefillTails, Stock
 
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_mla_ext.adapter.step.ranks import check_alike
+from sglang_mla_ext.adapter.ranks.ranks import check_alike
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.sharded.member import Member
 from sglang_mla_ext.prefix.sharded.names import Name, Names, chunk_names

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sharded_ranks import CHUNK
 
-from sglang_mla_ext.adapter.step import ranks
+from sglang_mla_ext.adapter.ranks import ranks
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.sharded.names import KEY_BYTES

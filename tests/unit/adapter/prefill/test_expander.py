@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglang_mla_ext.adapter.step import expander as expander_module
-from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes, weights_of
+from sglang_mla_ext.adapter.prefill import expander as expander_module
+from sglang_mla_ext.adapter.prefill.expander import Expander, temporary_bytes, weights_of
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
     from sglang_mla_ext.adapter.compat.installed import TreeView
-    from sglang_mla_ext.adapter.step.sharded import SlotsOfPass
+    from sglang_mla_ext.adapter.ranks.sharded import SlotsOfPass
 
 PRODUCT_TOKENS = 4 * CHUNK_TOKENS
 """Tokens of one product where expansion is not fused: bounds the temporary result, 64 MiB at 128 heads in BF16."""

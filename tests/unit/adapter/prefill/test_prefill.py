@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.layer import around_chunk_info, around_prefix_attention
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
-from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers

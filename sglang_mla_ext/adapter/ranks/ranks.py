@@ -18,7 +18,7 @@ import torch
 
 from sglang_mla_ext import __version__
 from sglang_mla_ext.adapter.compat.contract import installed_version
-from sglang_mla_ext.adapter.step.failure import several_ranks
+from sglang_mla_ext.adapter.failure import several_ranks
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.sharded.names import KEY_BYTES
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
-from sglang_mla_ext.adapter.step.windows import Window, attend, windows
+from sglang_mla_ext.adapter.prefill.expander import Expander, temporary_bytes
+from sglang_mla_ext.adapter.prefill.windows import Window, attend, windows
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.step import transient as transient_module
-from sglang_mla_ext.adapter.step.prefill import PrefillPlan
-from sglang_mla_ext.adapter.step.transient import TransientExpansion
+from sglang_mla_ext.adapter.prefill import transient as transient_module
+from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
+from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS

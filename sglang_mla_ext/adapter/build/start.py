@@ -120,8 +120,9 @@ def after_graph_sizes(
     """SGLang captures no decode graph of more rows than it has places for requests."""
     if runner.is_draft_worker:
         return None
-    options, args = HybridMLAOptions.from_env(), installed.resolved(runner.server_args)
-    tokens, each = mixed_steps.tokens(args, options, on_gpu=runner.device == "cuda"), installed.draft_tokens(args)
+    options, resolved = HybridMLAOptions.from_env(), installed.resolved(runner.server_args)
+    tokens = mixed_steps.tokens(resolved, options, on_gpu=runner.device == "cuda")
+    each = installed.draft_tokens(resolved)
     most = budget.max_rows(sizes[0][-1], each, tokens) // each
     return mixed_steps.graph_sizes(sizes[0], most, each), sizes[1]
 
