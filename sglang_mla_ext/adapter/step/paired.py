@@ -108,8 +108,9 @@ class PairedSteps:
         self.possible, self._width = possible and width > 1, width
         self.chosen: ScheduleBatch | None = None
         self._new: ScheduleBatch | None = None  # the same while the iteration runs
-        self._layout: Layout | None = None  # of its tokens that have joined the verify step
-        self._result: Any = None  # of them
+        self._joins = False  # whether its tokens are still to join the verify step
+        self._layout: Layout | None = None  # of tokens in the pass that runs
+        self._result: Any = None  # of tokens that were in one
         self._decoded: list[tuple[Any, ScheduleBatch, Any]] = []  # by results of new tokens: those to process first
         self._kept: deque[list[Any]] = deque(maxlen=KEPT_ITERATIONS)
 
@@ -135,14 +136,14 @@ class PairedSteps:
             return original(scheduler, batch, *args)
         if scheduler.enable_overlap:
             self._kept.append(list(scheduler.batch_record_buf))
-        self._new = batch
+        self._new, self._joins = batch, True
         try:
             decoded = original(scheduler, decoding)
             if scheduler.enable_overlap:
                 scheduler._apply_war_barrier()
             of_new = original(scheduler, batch, *args)
         finally:
-            self._new = self._layout = self._result = None
+            self._joins, self._new, self._layout, self._result = False, None, None, None
         self._decoded.append((of_new, decoding.copy(), decoded))
         return of_new
 
@@ -159,7 +160,12 @@ class PairedSteps:
 
     def joining(self) -> ScheduleBatch | None:
         """Return the batch whose tokens are to join the verify step that comes."""
-        return self._new if self._layout is None else None
+        return self._new if self._joins else None
+
+    @property
+    def has_joined(self) -> bool:
+        """Return whether new tokens are in the pass that runs."""
+        return self._layout is not None
 
     def join(self, batch: ForwardBatch, new: ScheduleBatch) -> Rows:
         """Put new tokens in front of the rows of a verify step.
@@ -170,6 +176,7 @@ class PairedSteps:
         Returns:
             rows of each request of `new`.
         """
+        self._joins = False
         tokens = new.prefill_input_ids_cpu
         layout = lay_out(tokens.to(torch.int64), new.prefix_lens, new.extend_lens, self._width, self._page)
         device, lens, of_unit = batch.seq_lens.device, layout.lens, layout.requests.tolist()
@@ -187,25 +194,23 @@ class PairedSteps:
         def in_front(of: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             return torch.cat([values.to(of.dtype), of])
 
-        changed: dict[str, Any] = {
-            "input_ids": in_front(batch.input_ids, layout.tokens),
-            "positions": in_front(batch.positions, layout.positions),
-            "out_cache_loc": in_front(batch.out_cache_loc, slots),
-            "req_pool_indices": in_front(batch.req_pool_indices, table_rows),
-            "seq_lens": in_front(batch.seq_lens, layout.lens),
-            "batch_size": batch.batch_size + len(of_unit),
-        }
+        both = copy.copy(batch)
+        both.batch_size += len(of_unit)
+        both.input_ids = in_front(batch.input_ids, layout.tokens)
+        both.positions = in_front(batch.positions, layout.positions)
+        both.out_cache_loc = in_front(batch.out_cache_loc, slots)
+        both.req_pool_indices = in_front(batch.req_pool_indices, table_rows)
+        both.seq_lens = in_front(batch.seq_lens, layout.lens)
         if batch.orig_seq_lens is not None:
-            changed["orig_seq_lens"] = in_front(batch.orig_seq_lens, layout.lens)
+            both.orig_seq_lens = in_front(batch.orig_seq_lens, layout.lens)
         if batch.seq_lens_cpu is not None:
-            changed["seq_lens_cpu"] = in_front(batch.seq_lens_cpu, lens)
-            changed["seq_lens_sum"] = int(changed["seq_lens_cpu"].sum())
-        changed["lora_ids"] = [*(new.reqs[request].lora_id for request in of_unit), *batch.lora_ids]
-        changed["rids"] = [*(new.reqs[request].rid for request in of_unit), *batch.rids]
-        for name, value in changed.items():  # all or nothing
-            setattr(batch, name, value)
-        batch._init_num_token_non_padded(device=device, is_draft_worker=False)
+            both.seq_lens_cpu = in_front(batch.seq_lens_cpu, lens)
+            both.seq_lens_sum = int(both.seq_lens_cpu.sum())
+        both.lora_ids = [*(new.reqs[request].lora_id for request in of_unit), *batch.lora_ids]
+        both.rids = [*(new.reqs[request].rid for request in of_unit), *batch.rids]
+        both._init_num_token_non_padded(device=device, is_draft_worker=False)
         self._layout = layout
+        vars(batch).update(vars(both))  # all or nothing
         return layout.rows
 
     def keep(self, output: Any) -> None:
@@ -227,6 +232,7 @@ class PairedSteps:
         """Return the results of the verify step alone; see `keep`."""
         assert self._layout is not None, "tokens have joined"
         logits, new = copy.copy(output.logits_output), self._layout.rows.total
+        self._layout = None
         logits.next_token_logits = logits.next_token_logits[new:]
         if logits.hidden_states is not None:
             logits.hidden_states = logits.hidden_states[new:]

@@ -109,11 +109,11 @@ class Session:
         if (done := passes.now.done) is not None:
             passes.end()
             return done
-        launched, joined = False, passes.now.joined is not None
+        launched = False
         try:
             output = original(runner, forward_batch, *args, **kwargs)
             launched = True
-            return self._apart(output) if joined else output
+            return self._apart(output) if self.admission.paired.has_joined else output
         finally:
             self._end_pass(forward_batch, launched)
 

@@ -95,7 +95,7 @@ class Worker:
             _init_num_token_non_padded=lambda **kwargs: None,
         )
         self.paired.begin(self.table, PAGE)
-        self.paired._new = self.new  # as while an iteration runs
+        self.paired._new, self.paired._joins = self.new, True  # as while an iteration runs
 
     def join(self) -> Any:
         return self.paired.join(self.batch, self.new)
@@ -125,6 +125,20 @@ def test_padding_has_slots_in_the_table_and_nothing_else_changes() -> None:
     assert changed.nonzero().tolist() == [[4, 64], [4, 65]] and worker.table[4, 64:66].tolist() == [0, 1]
 
 
+def test_what_fails_changes_nothing() -> None:
+    worker = Worker()
+    before = dict(vars(worker.batch))
+
+    def fail(**kwargs: Any) -> None:
+        raise MemoryError("no")
+
+    worker.batch._init_num_token_non_padded = before["_init_num_token_non_padded"] = fail
+    with pytest.raises(MemoryError):
+        worker.join()
+    assert all(vars(worker.batch)[name] is value for name, value in before.items())
+    assert not worker.paired.has_joined and worker.paired.joining() is None
+
+
 def test_results_are_handed_out_once() -> None:
     worker = Worker()
     worker.join()
@@ -132,7 +146,9 @@ def test_results_are_handed_out_once() -> None:
     answer = SimpleNamespace(next_token_logits=logits, hidden_states=logits + 0.5, customized_info=None)
     output = SimpleNamespace(logits_output=answer, can_run_graph=True)
     worker.paired.keep(output)
+    assert worker.paired.has_joined
     of_step = worker.paired.of_step(output)
+    assert not worker.paired.has_joined
     assert of_step.logits_output.next_token_logits[:, 0].tolist() == list(range(12, 20))
     assert of_step.logits_output.hidden_states[:, 0].tolist() == [row + 0.5 for row in range(12, 20)]
     assert worker.paired.result(worker.batch) is None
