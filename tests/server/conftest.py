@@ -471,7 +471,7 @@ drafts = _server("drafts", *NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--hybrid-mla-v
 # New tokens are rows of the steps that verify drafts; every fourth step is computed again.
 mixed_drafts = _server(
     "mixed_drafts",
-    *(*NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--max-running-requests", "12", "--hybrid-mla-mixed-tokens", "128"),
+    *(*NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--max-running-requests", "12", "--hybrid-mla-mixed-tokens", "512"),
     *("--hybrid-mla-verify-interval", "4", "--max-total-tokens", "6144"),
     model=demo,
 )

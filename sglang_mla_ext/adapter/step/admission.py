@@ -255,9 +255,11 @@ class Admission:
         if (chunked := scheduler.chunked_req) is not None and chunked in batch.reqs:
             place = batch.reqs.index(chunked)
             self._left = _length(chunked) - batch.prefix_lens[place] - batch.extend_lens[place]
+        # At most what a step takes: a prompt that was not cached says nothing of those that are.
+        each = min(batch.extend_num_tokens / len(batch.reqs), self.rule.tokens)
+        self._tokens_each = 0.9 * self._tokens_each + 0.1 * each
         if self._running is None:
             return
-        self._tokens_each = 0.9 * self._tokens_each + 0.1 * batch.extend_num_tokens / len(batch.reqs)
         reason = self.rule.why_not(batch, len(self._running.reqs))
         if reason is NotMixed.PASS_IS_FASTER:
             self._passes = PASSES_IN_A_ROW
