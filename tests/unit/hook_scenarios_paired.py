@@ -69,7 +69,7 @@ class Pairs:
 
     def iteration(self) -> list[tuple[str, int, int]]:
         self.ran = []
-        self.paired.chosen = self.new
+        self.paired.chosen = self.new if self.paired.possible else None
         result = self.scheduler.run_batch(self.new)
         self.scheduler.process_batch_result(self.new, result)
         return self.ran
@@ -100,6 +100,8 @@ def scenario_new_tokens_join_a_step_that_verifies_drafts() -> None:
     world = Pairs()
     if OLDEST:
         assert not world.paired.possible
+        assert world.iteration() == [("EXTEND", 2, 6)]
+        assert [result.of for _, result in world.scheduler.processed] == ["new"]
         return
     assert world.iteration() == [("TARGET_VERIFY", 5, 15)]
     assert world.results == {"decoded": [9.0, 10.0, 11.0, 12.0, 13.0, 14.0], "new": [1.0, 6.0]}

@@ -98,6 +98,7 @@ class PairedSteps:
     Attributes:
         possible: whether there are any: drafts are verified here, and new tokens are mixed.
         chosen: the batch whose tokens are to join the next verify step; None for none.
+        layout: of new tokens in the pass that runs; None where there are none.
     """
 
     def __init__(self, width: int, *, possible: bool) -> None:
@@ -109,7 +110,7 @@ class PairedSteps:
         self.chosen: ScheduleBatch | None = None
         self._new: ScheduleBatch | None = None  # the same while the iteration runs
         self._joins = False  # whether its tokens are still to join the verify step
-        self._layout: Layout | None = None  # of tokens in the pass that runs
+        self.layout: Layout | None = None
         self._result: Any = None  # of tokens that were in one
         self._decoded: list[tuple[Any, ScheduleBatch, Any]] = []  # by results of new tokens: those to process first
         self._kept: deque[list[Any]] = deque(maxlen=KEPT_ITERATIONS)
@@ -143,7 +144,7 @@ class PairedSteps:
                 scheduler._apply_war_barrier()
             of_new = original(scheduler, batch, *args)
         finally:
-            self._joins, self._new, self._layout, self._result = False, None, None, None
+            self._joins, self._new, self.layout, self._result = False, None, None, None
         self._decoded.append((of_new, decoding.copy(), decoded))
         return of_new
 
@@ -161,11 +162,6 @@ class PairedSteps:
     def joining(self) -> ScheduleBatch | None:
         """Return the batch whose tokens are to join the verify step that comes."""
         return self._new if self._joins else None
-
-    @property
-    def has_joined(self) -> bool:
-        """Return whether new tokens are in the pass that runs."""
-        return self._layout is not None
 
     def join(self, batch: ForwardBatch, new: ScheduleBatch) -> Rows:
         """Put new tokens in front of the rows of a verify step.
@@ -209,7 +205,7 @@ class PairedSteps:
         both.lora_ids = [*(new.reqs[request].lora_id for request in of_unit), *batch.lora_ids]
         both.rids = [*(new.reqs[request].rid for request in of_unit), *batch.rids]
         both._init_num_token_non_padded(device=device, is_draft_worker=False)
-        self._layout = layout
+        self.layout = layout
         vars(batch).update(vars(both))  # all or nothing
         return layout.rows
 
@@ -219,20 +215,20 @@ class PairedSteps:
         Args:
             output: ModelRunnerOutput of all rows.
         """
-        assert self._layout is not None, "tokens have joined"
+        assert self.layout is not None, "tokens have joined"
         logits = output.logits_output
         of_new = copy.copy(logits)
-        of_new.next_token_logits = logits.next_token_logits[self._layout.last]
+        of_new.next_token_logits = logits.next_token_logits[self.layout.last]
         if logits.hidden_states is not None:
-            of_new.hidden_states = logits.hidden_states[self._layout.real]
+            of_new.hidden_states = logits.hidden_states[self.layout.real]
         self._result = copy.copy(output)
         self._result.logits_output = of_new
 
     def of_step(self, output: Any) -> Any:
         """Return the results of the verify step alone; see `keep`."""
-        assert self._layout is not None, "tokens have joined"
-        logits, new = copy.copy(output.logits_output), self._layout.rows.total
-        self._layout = None
+        assert self.layout is not None, "tokens have joined"
+        logits, new = copy.copy(output.logits_output), self.layout.rows.total
+        self.layout = None
         logits.next_token_logits = logits.next_token_logits[new:]
         if logits.hidden_states is not None:
             logits.hidden_states = logits.hidden_states[new:]

@@ -113,7 +113,7 @@ class Session:
         try:
             output = original(runner, forward_batch, *args, **kwargs)
             launched = True
-            return self._apart(output) if self.admission.paired.has_joined else output
+            return self._apart(output) if self.admission.paired.layout is not None else output
         finally:
             self._end_pass(forward_batch, launched)
 

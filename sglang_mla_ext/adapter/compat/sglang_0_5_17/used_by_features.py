@@ -92,6 +92,11 @@ MIXED = needed_for(
     *attributes("managers.schedule_policy.AddReqResult", "OTHER", "the same"),
     *function(f"{_SCHEDULER}.run_batch", "self batch", "drafts are verified with new tokens"),
     *function(f"{_SCHEDULER}.process_batch_result", "self batch result", "the same"),
+    *function(f"{_SCHEDULER}.update_running_batch", "self batch", "the same"),
+    *function(f"{_SCHEDULER}._apply_war_barrier", "self", "the same"),
+    *attributes(_SCHEDULER, "batch_record_buf enable_overlap", "the same"),
+    *attributes(_BATCH, "has_grammar out_cache_loc prefill_input_ids_cpu req_pool_indices", "the same"),
+    *attributes(_FORWARD_BATCH, "input_ids", "the same"),
     *attributes(
         _SCHEDULER,
         "chunked_prefill_size chunked_req is_mixed_chunk page_size tp_worker waiting_queue",

@@ -108,19 +108,9 @@ MIXED_WITH_DRAFTS = needed_for(
     *(
         use(f"{owner}.{name}", kind, "verify steps with new tokens", *more)
         for owner, name, kind, *more in (
-            (_SCHEDULER, "update_running_batch", "function", "self batch"),
-            (_SCHEDULER, "_apply_war_barrier", "function", "self"),
-            (_SCHEDULER, "batch_record_buf", "attribute"),
-            (_SCHEDULER, "enable_overlap", "attribute"),
             (_SCHEDULER, "running_batch", "attribute"),
-            (_SCHEDULE_BATCH, "check_decode_mem", "function", "self"),
             (_SCHEDULE_BATCH, "copy", "function", "self"),
-            (_SCHEDULE_BATCH, "has_grammar", "attribute"),
-            (_SCHEDULE_BATCH, "out_cache_loc", "attribute"),
-            (_SCHEDULE_BATCH, "prefill_input_ids_cpu", "attribute"),
-            (_SCHEDULE_BATCH, "req_pool_indices", "attribute"),
             (_REQ, "seqlen", "attribute"),
-            (_BATCH, "input_ids", "attribute"),
             (_BATCH, "_init_num_token_non_padded", "function", "self", "device is_draft_worker"),
             ("layers.logits_processor.LogitsProcessorOutput", "hidden_states", "attribute"),
             ("model_executor.model_runner.ModelRunnerOutput", "logits_output", "attribute"),

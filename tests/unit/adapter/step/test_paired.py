@@ -136,7 +136,7 @@ def test_what_fails_changes_nothing() -> None:
     with pytest.raises(MemoryError):
         worker.join()
     assert all(vars(worker.batch)[name] is value for name, value in before.items())
-    assert not worker.paired.has_joined and worker.paired.joining() is None
+    assert worker.paired.layout is None and worker.paired.joining() is None
 
 
 def test_results_are_handed_out_once() -> None:
@@ -146,9 +146,9 @@ def test_results_are_handed_out_once() -> None:
     answer = SimpleNamespace(next_token_logits=logits, hidden_states=logits + 0.5, customized_info=None)
     output = SimpleNamespace(logits_output=answer, can_run_graph=True)
     worker.paired.keep(output)
-    assert worker.paired.has_joined
+    assert worker.paired.layout is not None
     of_step = worker.paired.of_step(output)
-    assert not worker.paired.has_joined
+    assert worker.paired.layout is None
     assert of_step.logits_output.next_token_logits[:, 0].tolist() == list(range(12, 20))
     assert of_step.logits_output.hidden_states[:, 0].tolist() == [row + 0.5 for row in range(12, 20)]
     assert worker.paired.result(worker.batch) is None
