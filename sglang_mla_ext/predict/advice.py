@@ -20,7 +20,7 @@ WORTH = 1.03
 CLEARLY = 1.05
 """So much better must another dtype or deployment be to be named."""
 LATER = "with later first tokens where many requests come at once"
-"""What sharded prefixes cost where prefill passes expand nothing for themselves."""
+"""Cost of sharded prefixes where prefill passes expand nothing for themselves."""
 PREFILL = "Prefill gains in addition: a pass expands a prompt once for all of its requests."
 NEARLY = 0.98
 """Of the best gain; less memory that gives so much is preferred."""
@@ -167,7 +167,7 @@ def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
 
 
 def _alternatives(best: Choice) -> Iterator[str]:
-    """What else is clearly better: FP8 prefixes, prefixes sharded over ranks, ranks that share heads in another way."""
+    """Yield what else is clearly better: FP8 prefixes, prefixes sharded over ranks, another division of heads."""
     of, asked = best.of, replace(best.asked, for_prefixes=None)
     fp8 = "--hybrid-mla-prefix-dtype fp8_e4m3", "at FP8's precision"
     sharding = "--hybrid-mla-prefix-sharding auto", "" if of.prefill_expand_tokens else LATER

@@ -12,9 +12,7 @@ from demo import SYSTEM_PROMPT, WORD_QUESTIONS
 from test_answers import NAMES
 from test_mixed_steps import leave, text_of, texts_of
 
-from sglang_mla_ext.adapter.compat import contract
-
-pytestmark = pytest.mark.skipif(contract.line() == "0.5.17", reason="nothing is mixed with drafts")
+pytestmark = pytest.mark.release("0.5.23+", reason="before, nothing is mixed with drafts")
 
 
 def test_new_tokens_are_rows_of_verify_steps(stock_demo: Reference, mixed_drafts: Server) -> None:

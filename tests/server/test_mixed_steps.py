@@ -24,7 +24,7 @@ from test_answers import NAMES, OTHER_SYSTEM, SYSTEM, question
 
 SECONDS = 2.5
 MIXED_TOKENS = 128
-"""Of the server `mixed`."""
+"""New tokens that a step of the server `mixed` may have."""
 
 
 def chats_over_time(count: int, seed: int) -> list[Chat]:

@@ -66,7 +66,7 @@ class Admission:
     def __init__(self, rule: MixedRule, steps: Steps, scheduler: Scheduler) -> None:
         self.rule, self.steps, self._scheduler = rule, steps, scheduler
         self.votes, self.mixes = False, rule.tokens > 0
-        self._voting, self._query_tokens = Voting(), rule.query_tokens
+        self._voting = Voting()
         self.paired = PairedSteps(rule.query_tokens, possible=self.mixes)
         self._running: ScheduleBatch | None = None  # of the batch that is being made, if it may be mixed
         self._chunk = 0  # new tokens of that batch if it is not mixed
@@ -105,7 +105,7 @@ class Admission:
         kind = Kind.of(forward_batch.forward_mode)
         if kind is Kind.VERIFY and (new := self.paired.joining()) is not None:
             rows, running = self.paired.join(forward_batch, new), len(batch.reqs)
-            of_all = Rows.of([*rows.lens, *[self._query_tokens] * running])
+            of_all = Rows.of([*rows.lens, *[self.rule.query_tokens] * running])
             return Pass(kind, of_all, mixed=True, decoding=running, joined=new)
         done = self.paired.result(batch)
         return None if done is None else Pass(Kind.OTHER, done=done)
@@ -204,7 +204,7 @@ class Admission:
             return 0
         if self.paired.possible and running.has_grammar:
             return 0  # SGLang advances grammars by results that are in its queue, not by those of a pair
-        each = self._query_tokens
+        each = self.rule.query_tokens
         padding = (each - 1) * (len(scheduler.waiting_queue) + 1)
         tokens = min(self.rule.tokens, self.rule.most_rows - each * len(running.reqs) - padding, size)
         tokens = tokens // scheduler.page_size * scheduler.page_size  # a prompt is cut into whole pages

@@ -1,4 +1,4 @@
-"""What is known of a tree that gives out numbers of its nodes, and what it is asked for it, on SGLang's own cores. What
+"""Facts about a tree that gives out numbers of its nodes, and what it is asked for it, on SGLang's own cores. What
 is said of every tree is in test_tree_view.py and test_shared_nodes.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether new tokens are mixed into a server's decode steps, how many, and what graphs there are for them."""
+"""Choice of whether new tokens are mixed into a server's decode steps, how many, and the graphs for them."""
 
 from __future__ import annotations
 

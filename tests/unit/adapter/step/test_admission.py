@@ -180,7 +180,7 @@ def test_what_is_not_mixed(changes: Callable[[Scheduler], None], flags: list[boo
 
 
 def test_after_a_batch_that_had_better_be_a_pass_those_that_follow_are_not_cut() -> None:
-    """What may be mixed is a small part of what a pass takes. A reason of one batch is not the next one's."""
+    """A mixed step takes a small part of what a pass takes. A reason of one batch is not the next one's."""
     scheduler = Scheduler(Rule())
 
     def sizes(steps: int) -> list[int]:
