@@ -11,7 +11,8 @@ CHUNK_TOKENS = 256
 
 MAX_ROWS = 1024
 """Rows, which are query tokens, of one call of the attention: fills the GPU, and bounds the partial results' memory.
-Batches with more decode by plain absorb; prefill takes as many calls as it needs."""
+Batches with more decode by plain absorb; prefill takes as many calls as it needs. A mixed step has as many new tokens
+beside them, at most."""
 
 SEGMENTS_PER_ROW = 2
 """Segments that a row of a decode step is in on average, at most: what the partials' memory is sized for."""

@@ -171,6 +171,11 @@ def lanes(max_rows: int) -> int:
     return triton.next_power_of_2(max(2, max_rows))
 
 
+def num_warps(max_rows: int) -> int:
+    """Return the warps of the kernel: a thread holds at most eight places in registers."""
+    return max(4, lanes(max_rows) // 256)
+
+
 def schedule_tails(
     lens: Tensor, work: Tensor, table: PartialTable, capacity: AbsorbCapacity, page_table: Tensor
 ) -> None:
@@ -216,5 +221,5 @@ def schedule_tails(
         FIRSTS=FIRSTS,
         LANES=lanes(capacity.max_rows),
         LOG2_PARTS=capacity.programs.bit_length(),
-        num_warps=4,
+        num_warps=num_warps(capacity.max_rows),
     )

@@ -19,6 +19,7 @@ from sglang_mla_ext.options import add_flags
 from sglang_mla_ext.predict.arrivals import Served, Traffic, compared, host_seconds
 from sglang_mla_ext.predict.burst import CHUNK_TOKENS, burst_seconds
 from sglang_mla_ext.predict.memory import default_fraction, memory
+from sglang_mla_ext.predict.mixed import allowed
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, Step, predict
@@ -28,6 +29,8 @@ OURS = "hybrid_mla"
 BF16, FP8_PREFIX, FP8 = "BF16", "BF16, prefix FP8", "FP8"  # what `storage` returns
 ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
 """Bytes of an element of the cache and of an expanded prefix."""
+LARGER_STEPS_SINCE, SMALLER_STEPS = "2026-11-28T07:30", (1.5, 512)
+"""Before, a mixed step took at most so many times as long as without new tokens, and had at most so many."""
 _CHUNK = re.compile(r"--chunked-prefill-size (\d+)")
 
 
@@ -118,7 +121,10 @@ def served(record: Mapping[str, Any]) -> Served:
     case, of, drawn = record["case"], of_rank(record), lengths("short", 0)
     question, answer = (round(mean(drawn[name])) for name in ("own_tokens", "output_tokens"))
     traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_seconds(of))
-    _, ways = compared(of, traffic, chunks(record, of))
+    mixed_tokens = allowed(of)
+    if record["date"] < LARGER_STEPS_SINCE:
+        mixed_tokens = min(allowed(of, slower=SMALLER_STEPS[0]), SMALLER_STEPS[1])
+    _, ways = compared(of, traffic, chunks(record, of), mixed_tokens)
     if record["impl"] != OURS:
         return ways["absorb"]
     return ways["chosen" if named(record).hybrid_mla_mixed_tokens == 0 else "mixed"]

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from sglang_mla_ext.predict.mixed import MOST_NEW, MOST_STEPS, allowed, mixed_step
+from sglang_mla_ext.predict.mixed import MOST_NEW_ALONE, allowed, mixed_step, most_waiting
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
 from sglang_mla_ext.prefix.planner.transient import FEWEST_SAVED
@@ -123,26 +123,29 @@ def mixed_seconds(of: Deployment, traffic: Traffic, requests: int, chunks: int |
     mine = of.per_rank(requests)
     seconds, left = 0.0, mine * traffic.question
     while left > 0:
-        tokens = min(left, MOST_NEW)
+        tokens = min(left, MOST_NEW_ALONE)
         arriving = Arriving(of.dp * tokens, of.dp * max(tokens // traffic.question, 1))
         seconds += mixed_step(of, 0, traffic.prefix, traffic.tail, arriving, chunks).seconds
         left -= tokens
     return seconds
 
 
-def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tuple[int, dict[str, Served]]:
+def compared(
+    of: Deployment, traffic: Traffic, chunks: int | None = None, mixed_tokens: int | None = None
+) -> tuple[int, dict[str, Served]]:
     """Plain absorb in turns (`absorb`), as a server plans in turns (`chosen`), and with mixed steps
     (`mixed`).
 
     Args:
         chunks: see `Deployment.cover`.
+        mixed_tokens: that may be mixed into a step of a rank; by default as many as a server mixes.
     Returns:
-        New tokens that may be mixed into a step of a rank, and what comes of each way.
+        These tokens, and what comes of each way.
     Raises:
         ValueError: the GPU has no constants of a step.
     """
     prefix, tail, stock = traffic.prefix, traffic.tail, replace(of, prefill_expand_tokens=0)
-    mixed_tokens = allowed(of)
+    mixed_tokens = allowed(of) if mixed_tokens is None else mixed_tokens
 
     def absorb(running: int, _: int) -> float:
         return predict(of, PLAIN, running, prefix, tail).seconds
@@ -186,8 +189,8 @@ def serve(
     Args:
         step: seconds of one, of running requests and new tokens, of all ranks.
         mixed_tokens: new tokens in a step at most.
-        prefill: seconds of a pass of so many requests of all ranks, as many on each, where more wait than may be mixed
-            in `MOST_STEPS` steps.
+        prefill: seconds of a pass of so many requests of all ranks, as many on each; taken where more wait than
+            `most_waiting`.
         ranks: of data parallelism.
         client_s: from a request's last token to the next request's arrival.
     """
@@ -203,7 +206,8 @@ def serve(
         if not any(rank.running or rank.waiting for rank in of):
             now = min(rank.sent[0] for rank in of if rank.sent)
             continue
-        in_pass = [rank for rank in of if rank.wait > MOST_STEPS * mixed_tokens] if prefill is not None else []
+        most = most_waiting(mixed_tokens, drafts=False)
+        in_pass = [rank for rank in of if rank.wait > most] if prefill is not None else []
         decoding = [rank for rank in of if rank not in in_pass]
         running, new = sum(rank.running for rank in decoding), 0
         for rank in of:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, SEGMENTS_PER_ROW  # plain Python
 from sglang_mla_ext.predict.linear import STATE_SHARE, STATES_OF_A_REQUEST
+from sglang_mla_ext.predict.mixed import allowed
 from sglang_mla_ext.predict.sharing import may_group
 from sglang_mla_ext.predict.step import Deployment
 from sglang_mla_ext.predict.weights import embedding_bytes
@@ -64,7 +65,8 @@ def buffer_bytes(of: Deployment, *, expands: bool) -> int:
     per_head = SEGMENTS_PER_ROW * 4 * (dims.v_head_dim * expands + dims.kv_lora_rank * may_group(of.cost))
     if of.prefix_sharding and expands:
         per_head += 4 * dims.naive_macs
-    return MAX_ROWS * of.cost.local_heads * per_head + transient_bytes(of)
+    rows = MAX_ROWS + (allowed(of) if of.dp == 1 else 0)
+    return rows * of.cost.local_heads * per_head + transient_bytes(of)
 
 
 def transient_bytes(of: Deployment) -> int:

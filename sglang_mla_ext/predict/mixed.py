@@ -12,20 +12,23 @@ from sglang_mla_ext.predict.step import NOBODY, Arriving, Deployment, Step, pred
 
 ROWS_STEP = 32
 """The bound is a multiple of it."""
-LEAST_NEW, MOST_NEW = 256, 512
+LEAST_NEW, MOST_NEW = 256, 1024
 """New tokens of a step that a server allows where the user names no number. With few running requests the former make
-a step more than half as long again, but a pass of their own would be longer still: first tokens come sooner so."""
-MOST_STEPS = 6
-"""Mixed steps that the tokens that wait may take. More would come sooner in an eager pass, which takes as long as
-about so many, and serves all who wait at its end."""
+a step more than twice as long, but a pass of their own would be longer still: first tokens come sooner so."""
+MOST_NEW_ALONE = 512
+"""The same with DP attention, where such a step has no running requests."""
+MOST_STEPS, MOST_WAITING = 6, 3072
+"""Mixed steps that the tokens that wait may take, and tokens. More would come sooner in an eager pass, which takes as
+long as about so many, and serves all who wait at its end."""
 MOST_STEPS_WITH_DRAFTS = 1
 """The same where steps verify drafts, on SGLang 0.5.23. A prefill pass is in a CUDA graph there, and all first tokens
 come at its end. Short answers over 7,069 tokens on an H200, fa3 3,045 tokens a second and a median of 217 ms to the
 first one: 4,106 and 201 with 1, 4,609 and 262 with 2, 4,633 and 404 with 6."""
 REQUESTS, PROMPT, TAIL = 128, 7069, 512
 """What is taken to be running where a server's bound is predicted."""
-SLOWER = 1.5
-"""So many times as long as without them may a step with new tokens be: it is what running requests wait for a token."""
+SLOWER = 2.0
+"""So many times as long as without them may a step with new tokens be: it is what running requests wait for a token.
+A pass of its own for as many tokens would have them wait longer."""
 
 
 def mixed_step(
@@ -47,29 +50,39 @@ def mixed_step(
     return predict(of, cover, running, prefix, tail, arriving)
 
 
-def allowed(of: Deployment) -> int:
-    """New tokens that a server mixes into a step unless it is told. With DP attention the most there are: such a step
-    has no running requests, which would wait for a token."""
-    return MOST_NEW if of.dp > 1 else max(LEAST_NEW, bound(of, REQUESTS, PROMPT, TAIL))
+def allowed(of: Deployment, *, slower: float = SLOWER) -> int:
+    """Return the new tokens that a server mixes into a step unless it is told. With DP attention the most there are:
+    such a step has no running requests, which would wait for a token."""
+    return MOST_NEW_ALONE if of.dp > 1 else max(LEAST_NEW, bound(of, REQUESTS, PROMPT, TAIL, slower=slower))
 
 
-def bound(of: Deployment, running: int, prefix: int, tail: int, chunks: int | None = None) -> int:
-    """New tokens that may be mixed into a rank's step: the most with which it is predicted to take at most `SLOWER`
-    times as long as without them; a multiple of `ROWS_STEP`.
+def most_waiting(tokens: int, *, drafts: bool) -> int:
+    """Return how many new tokens may wait for mixed steps; where more do, they have a pass of their own.
+
+    Args:
+        tokens: of a step; drafts: whether it verifies drafts.
+    """
+    return MOST_STEPS_WITH_DRAFTS * tokens if drafts else min(MOST_STEPS * tokens, MOST_WAITING)
+
+
+def bound(
+    of: Deployment, running: int, prefix: int, tail: int, chunks: int | None = None, *, slower: float = SLOWER
+) -> int:
+    """Return the new tokens that may be mixed into a rank's step: the most with which it is predicted to take at most
+    `slower` times as long as without them; a multiple of `ROWS_STEP`.
 
     They are taken for one newcomer's, whose rows attend to more than those of several.
 
     Args:
         running: requests of all data-parallel ranks, as in `mixed_step`.
     Returns:
-        At most `MOST_NEW`, and no more than fills a step of `MAX_ROWS` rows; 0 where not even `ROWS_STEP` may, or the
+        At most `MOST_NEW`; 0 where not even `ROWS_STEP` may, running requests have more than `MAX_ROWS` rows, or the
         GPU has no constants of a step.
     """
-    if of.gpu.step is None or of.gpu.sheet is None:
+    if of.gpu.step is None or of.gpu.sheet is None or of.per_rank(running) * of.query_tokens > MAX_ROWS:
         return 0
-    most = min(MOST_NEW, MAX_ROWS - of.per_rank(running) * of.query_tokens)
-    longest = SLOWER * mixed_step(of, running, prefix, tail, NOBODY, chunks).seconds
-    for tokens in range(most // ROWS_STEP * ROWS_STEP, 0, -ROWS_STEP):
+    longest = slower * mixed_step(of, running, prefix, tail, NOBODY, chunks).seconds
+    for tokens in range(MOST_NEW, 0, -ROWS_STEP):
         arriving = Arriving(tokens * of.dp, of.dp)
         if mixed_step(of, running, prefix, tail, arriving, chunks).seconds <= longest:
             return tokens

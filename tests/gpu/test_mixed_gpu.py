@@ -63,7 +63,7 @@ def test_answers_under_mixing_are_likely_ones(heads: int, drafts: bool, tmp_path
         "FP8 cache mixed": ("hybrid_mla", small | fp8_cache, naive),
     }
     files = {name: tmp_path / f"{index}.json" for index, name in enumerate(engines)}
-    with ThreadPoolExecutor(1 if drafts else 3) as pool:  # graphs of prefill and drafts are not in an engine's share
+    with ThreadPoolExecutor(2 if drafts else 3) as pool:  # graphs of prefill and drafts are not in an engine's share
         running = {
             name: pool.submit(run_engine, model, files[name], backend, arguments, env)
             for name, (backend, arguments, env) in engines.items()

@@ -247,7 +247,7 @@ def compile_schedule(heads, queries, max_rows):
              MIN_BLOCKS=tail_schedule.MIN_BLOCKS, ITEM_BLOCKS=absorb_schedule.ITEM_BLOCKS,
              BLOCK_KEYS=absorb_schedule.BLOCK_KEYS, TILE_ROWS=absorb_schedule.TILE_ROWS,
              LANES=tail_schedule.lanes(capacity.max_rows), LOG2_PARTS=8, FIRSTS=merge.FIRSTS),
-        num_warps=4,
+        num_warps=tail_schedule.num_warps(capacity.max_rows),
     )
 
 absorb = {
@@ -260,8 +260,8 @@ absorb = {
     f"absorb_fp8_{heads}x{queries}": partial(compile_absorb_fp8_many, heads, queries)
     for heads, queries in ((128, 1), (24, 1), (16, 4))
 } | {
-    f"schedule_tails{heads}x{queries}": partial(compile_schedule, heads, queries, 1024)
-    for heads, queries in ((128, 1), (16, 4))
+    f"schedule_tails{heads}x{queries}": partial(compile_schedule, heads, queries, max_rows)
+    for heads, queries, max_rows in ((128, 1, 2048), (16, 1, 1152), (16, 4, 2048))
 }
 blocks = dict(R=rank, DR=dr, BLOCK_R=rank, BLOCK_DR=dr)
 pool = dict(content_ptr="*fp8e4nv", scale_ptr="*fp32")

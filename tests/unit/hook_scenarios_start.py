@@ -87,8 +87,8 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
         schedule.max_running_requests = limit
         with options(mode="absorb", **({} if mixed else {"mixed_tokens": 0})):
             assert profile_bytes(AVAILABLE, **server, **of_ranks(ranks)) == AVAILABLE - 12345
-        sizes, rows = found.pop(), requests + mixed
-        assert (sizes.max_rows, sizes.max_requests) == (min(rows, 1024), -(-rows // 64) * 64)
+        sizes, rows = found.pop(), min(requests, 1024) + mixed
+        assert (sizes.max_rows, sizes.max_requests) == (rows, -(-(requests + mixed) // 64) * 64)
         assert (sizes.heads, sizes.max_tokens, sizes.dtype) == (HEADS, CONTEXT, torch.bfloat16)
         assert budget.max_requests(requests) >= requests
     with options(mode="absorb"):

@@ -134,7 +134,7 @@ def store_into_each_other(server: Server) -> bool:
 
 def expand_alike(context: Context, taken_bytes: int, cost: CostModel, by_stores: bool) -> Expanding | None:
     """Make what is expanded. Ranks that shard prefixes capture the same graphs: all expand, or none."""
-    most_rows = MAX_ROWS if cost.ranks == 1 else context.step_rows
+    most_rows = max(context.step_rows, MAX_ROWS) if cost.ranks == 1 else context.step_rows
     expanding = make_expanding(context, taken_bytes, cost, max_rows=most_rows, by_stores=by_stores)
     if cost.ranks > 1 and not all_ranks_agree(tp_group())(expanding is not None) and expanding is not None:
         context.counters.fall_back(Fallback.RANK_EXPANDS_NOTHING)

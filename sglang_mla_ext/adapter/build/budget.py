@@ -153,7 +153,7 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
         qk_rope_head_dim=model.first.qk_rope_head_dim,
         dtype=model.dtype if model.fp8 else model.cache_dtype,
         grouped=server.uses_grouped,
-        max_rows=max_rows(requests, query_tokens, server.mixed_tokens),
+        max_rows=max_rows(requests, query_tokens, server.mixed_tokens, alone=server.dp_ranks > 1),
         max_requests=max_requests(requests + server.mixed_tokens),
         max_tokens=max_tokens(model.context_len, query_tokens),
         programs=multiprocessors(model.device),
@@ -202,15 +202,17 @@ def needs_latent(server: Server, *, stock_decodes: bool) -> bool:
     return server.options.may_expand or server.uses_grouped or not stock_decodes
 
 
-def max_rows(requests: int, query_tokens: int, mixed_tokens: int = 0) -> int:
-    """Rows of a step that shares: those of whole requests, and new tokens that are mixed in.
+def max_rows(requests: int, query_tokens: int, mixed_tokens: int = 0, *, alone: bool = False) -> int:
+    """Return the rows of a step that shares: those of whole requests, and new tokens that are mixed in.
 
     Args:
         requests: of SGLang's pool of requests.
         query_tokens: of each, which are its rows.
-        mixed_tokens: new tokens mixed in beside those requests, in units of as many.
+        mixed_tokens: new tokens mixed in, in units of as many.
+        alone: these have steps without running requests, as with DP attention.
     """
-    return min(requests + mixed_tokens // query_tokens, MAX_ROWS // query_tokens) * query_tokens
+    running, mixed = (min(count, MAX_ROWS // query_tokens) for count in (requests, mixed_tokens // query_tokens))
+    return (max(running, mixed) if alone else running + mixed) * query_tokens
 
 
 def max_tokens(context_len: int, query_tokens: int) -> int:

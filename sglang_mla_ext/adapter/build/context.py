@@ -54,7 +54,8 @@ class Context:
     @cached_property
     def step_rows(self) -> int:
         """Rows of a step that shares."""
-        return max_rows(self.requests, self.server.query_tokens, self.server.mixed_tokens)
+        server = self.server
+        return max_rows(self.requests, server.query_tokens, server.mixed_tokens, alone=server.dp_ranks > 1)
 
     @cached_property
     def step_requests(self) -> int:

@@ -123,7 +123,8 @@ def after_graph_sizes(
     options, resolved = HybridMLAOptions.from_env(), installed.resolved(runner.server_args)
     tokens = mixed_steps.tokens(resolved, options, on_gpu=runner.device == "cuda")
     each = installed.draft_tokens(resolved)
-    most = budget.max_rows(sizes[0][-1], each, tokens) // each
+    alone = installed.dp_attention_ranks(resolved) > 1
+    most = budget.max_rows(sizes[0][-1], each, tokens, alone=alone) // each
     return mixed_steps.graph_sizes(sizes[0], most, each), sizes[1]
 
 

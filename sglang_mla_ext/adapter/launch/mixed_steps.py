@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs
 from sglang_mla_ext.configs import gpu_config_of
-from sglang_mla_ext.predict.mixed import LEAST_NEW, MOST_NEW, allowed  # plain Python
+from sglang_mla_ext.predict.mixed import LEAST_NEW, MOST_NEW_ALONE, allowed  # plain Python
 
 if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
 
 logger = logging.getLogger(__name__)
 
-STEP = 64
-"""Rows from one size of graph to the next, beyond SGLang's own."""
+STEP, COARSE_STEP, COARSE_ROWS = 64, 128, 1024
+"""Rows from one size of graph to the next, beyond SGLang's own; the second from so many rows on."""
 
 
 def obstacle(args: ResolvedArgs, on_gpu: bool) -> str | None:
@@ -59,13 +59,13 @@ def _predicted(args: ResolvedArgs) -> int:
     from sglang_mla_ext.predict.step import Deployment
 
     if installed.dp_attention_ranks(args) > 1:
-        return MOST_NEW
+        return MOST_NEW_ALONE
     name = gpu_config_of(torch.cuda.get_device_name())
     if name is None:
         return LEAST_NEW
     try:
-        config = installed.model_config(args).to_dict()
-        return allowed(Deployment(config, Gpu.from_json(name), args.tp_size))
+        config, query_tokens = installed.model_config(args).to_dict(), int(installed.draft_tokens(args))
+        return allowed(Deployment(config, Gpu.from_json(name), args.tp_size, query_tokens=query_tokens))
     except (ValueError, KeyError, TypeError) as error:
         logger.info("hybrid_mla: no default for --hybrid-mla-mixed-tokens can be predicted for this model: %s", error)
         return LEAST_NEW
@@ -79,5 +79,8 @@ def graph_sizes(sizes: Sequence[int], most: int, query_tokens: int = 1) -> list[
         sizes: ascending, SGLang's own.
         query_tokens: rows of each request.
     """
-    largest, step = sizes[-1], STEP // query_tokens
-    return [*sizes, *range(largest + step, most, step), most] if most > largest else list(sizes)
+    found = list(sizes)
+    while found[-1] < most:
+        step = STEP if found[-1] * query_tokens < COARSE_ROWS else COARSE_STEP
+        found.append(min(found[-1] + step // query_tokens, most))
+    return found

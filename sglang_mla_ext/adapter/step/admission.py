@@ -32,7 +32,7 @@ from sglang_mla_ext.adapter.ranks.voting import Voting
 from sglang_mla_ext.adapter.step.mixed import MixedRule, is_extend, refusal_of
 from sglang_mla_ext.adapter.step.paired import PairedSteps
 from sglang_mla_ext.adapter.step.passes import Kind, Pass
-from sglang_mla_ext.predict.mixed import MOST_STEPS, MOST_STEPS_WITH_DRAFTS  # plain Python
+from sglang_mla_ext.predict.mixed import most_waiting  # plain Python
 from sglang_mla_ext.reasons import Fallback, NotMixed
 from sglang_mla_ext.rows import Rows
 
@@ -204,9 +204,8 @@ class Admission:
             return 0
         if self.paired.possible and running.has_grammar:
             return 0  # SGLang advances grammars by results that are in its queue, not by those of a pair
-        each = self.rule.query_tokens
-        padding = (each - 1) * (len(scheduler.waiting_queue) + 1)
-        tokens = min(self.rule.tokens, self.rule.most_rows - each * len(running.reqs) - padding, size)
+        padding = (self.rule.query_tokens - 1) * (len(scheduler.waiting_queue) + 1)
+        tokens = min(self.rule.tokens, self.rule.room(len(running.reqs)) - padding, size)
         tokens = tokens // scheduler.page_size * scheduler.page_size  # a prompt is cut into whole pages
         places = scheduler.get_num_allocatable_reqs(len(running.reqs))
         waiting = max(min(len(scheduler.waiting_queue), places), 0) * self._tokens_each
@@ -217,8 +216,7 @@ class Admission:
             free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
             if self._left + len(running.reqs) * scheduler.page_size > free:
                 return 0
-        most_steps = MOST_STEPS_WITH_DRAFTS if self.paired.possible else MOST_STEPS
-        return tokens if 0 < waiting <= most_steps * tokens else 0
+        return tokens if 0 < waiting <= most_waiting(tokens, drafts=self.paired.possible) else 0
 
     def add_request(
         self, original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any

@@ -21,6 +21,7 @@ import torch
 
 from sglang_mla_ext.adapter.failure import OurPartFailedError, Running, guarded, our_part, several_ranks
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
+from sglang_mla_ext.kernels.sizes import MAX_ROWS
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
@@ -102,14 +103,19 @@ class MixedRule:
         """
         reason = refusal(batch)
         each = self.query_tokens
-        rows = each * (running + sum(-(-new // each) for new in batch.extend_lens))
-        if reason is None and rows > self.most_rows:
+        rows = each * sum(-(-new // each) for new in batch.extend_lens)
+        if reason is None and rows > self.room(running):
             reason = NotMixed.MORE_ROWS
         if reason is None and not self._agree(self._is_sooner(batch)):
             reason = NotMixed.PASS_IS_FASTER
         if reason is not None and not running:
             self.count_refused(reason)
         return reason
+
+    def room(self, running: int) -> int:
+        """Return the rows that new tokens may have beside so many running requests."""
+        taken = self.query_tokens * running
+        return self.most_rows - taken if taken <= MAX_ROWS else 0
 
     def count_refused(self, reason: NotMixed) -> None:
         self._counters.not_mixed[reason.value] += 1

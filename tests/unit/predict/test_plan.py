@@ -305,7 +305,7 @@ def test_it_begins_with_the_verdict():
     advice, memory = found["recommendation"], found["memory"]
     # A little more than the default holds the whole prompt.
     assert (
-        advice["turn_on"] and advice["flags"][1] == "--hybrid-mla-prefix-memory-gb 12.7" and advice["flags"][1] in said
+        advice["turn_on"] and advice["flags"][1] == "--hybrid-mla-prefix-memory-gb 12.8" and advice["flags"][1] in said
     )
     assert found["cases"][0]["ratio"] < advice["ratio"][0] and f"{advice['ratio'][0]:.2f}x" in said
     assert advice["pays_from"] == {"26472": 2} and "26,472 tokens: break-even at 2 requests" in said

@@ -268,11 +268,11 @@ def test_plan_shows_arrivals():
     output = planned("--prefill-pass-ms", "100")
     assert (
         "takes the host 100 ms" in output
-        and "128 requests: 146 new tokens a step, up to 512 of them in the decode graph" in output
+        and "128 requests: 146 new tokens a step, up to 1024 of them in the decode graph" in output
     )
     assert "answers of 112 tokens, questions of 128" in output and " mixed " in output
     assert "takes the host 0 or 298 ms" in planned()
-    others = "512 of them in the decode graph; the others take prefill passes"
+    others = "1024 of them in the decode graph; the others take prefill passes"
     assert others not in output and others in planned("--question", "1000")
     assert "new tokens a step of a rank" in planned("--dp", "8")
 
@@ -282,7 +282,7 @@ def test_arrivals_as_json():
     assert found["arrivals"] == {"answer": 112, "question": 64, "prefill_pass_ms": [100]}
     (case,) = found["cases"]
     (arrivals,) = case["arrivals"]
-    assert arrivals["new_tokens_a_step"] == pytest.approx(128 / 112 * 64) and arrivals["mixed_tokens"] == 512
+    assert arrivals["new_tokens_a_step"] == pytest.approx(128 / 112 * 64) and arrivals["mixed_tokens"] == 1024
     of_way = {"tokens_per_s", "first_token_ms", "between_ms", "between_p99_ms"}
     assert all(set(arrivals[way]) == of_way for way in ("absorb", "chosen", "mixed"))
     assert arrivals["chosen"]["first_token_ms"] == pytest.approx(134.68, rel=1e-3)

@@ -13,6 +13,7 @@ from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.launch import mixed_steps
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.predict.mixed import MOST_NEW
 
 MIXED = {"enable_mixed_chunk": True}
 OLDEST = contract.line() == "0.5.17"
@@ -79,7 +80,7 @@ def test_how_many_is_predicted_for_a_known_gpu(
     config = SimpleNamespace(to_dict=lambda: read_config("checkpoints", model)["config"])
     monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args: config)
     args = test_limits.server_args(tp_size=tp)
-    assert least <= mixed_steps.tokens(args, HybridMLAOptions(), on_gpu=True) <= 512
+    assert least <= mixed_steps.tokens(args, HybridMLAOptions(), on_gpu=True) <= MOST_NEW
 
 
 def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +98,7 @@ def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> No
         ([1, 8], 72, [1, 8, 72]),
         ([1, 8], 73, [1, 8, 72, 73]),
         ([1, 128], 384, [1, 128, 192, 256, 320, 384]),
+        ([1, 960], 1300, [1, 960, 1024, 1152, 1280, 1300]),  # wider apart where there are many
     ],
     ids=str,
 )
@@ -106,3 +108,4 @@ def test_graphs_reach_up_to_the_most_rows(sizes: list[int], most: int, expected:
 
 def test_graphs_of_verify_steps_are_as_many_rows_apart() -> None:
     assert mixed_steps.graph_sizes([1, 128], 192, query_tokens=4) == [1, 128, 144, 160, 176, 192]
+    assert mixed_steps.graph_sizes([1, 240], 320, query_tokens=4) == [1, 240, 256, 288, 320]

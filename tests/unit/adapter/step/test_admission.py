@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.step.admission import FIRST_GUESS, MOST_STEPS, PASSES_IN_A_ROW, Admission
+from sglang_mla_ext.adapter.step.admission import FIRST_GUESS, PASSES_IN_A_ROW, Admission
+from sglang_mla_ext.predict.mixed import most_waiting
 from sglang_mla_ext.reasons import NotMixed
 
 PAGE, CHUNK = 64, 4096
@@ -23,6 +24,9 @@ class Rule:
         self.tokens, self.most_rows, self.query_tokens = tokens, most_rows, 1
         self.asked: list[tuple[Any, int]] = []
         self.reason: str | None = None
+
+    def room(self, running: int) -> int:
+        return self.most_rows - running
 
     def why_not(self, batch: Any, running: int) -> str | None:
         self.asked.append((batch, running))
@@ -248,7 +252,7 @@ def test_what_sglang_does_not_mix_by_itself_stops_the_cutting() -> None:
 
 def test_where_too_much_waits_it_has_a_pass_of_its_own() -> None:
     """By the new tokens that requests had before; and no more than find a place count."""
-    enough = MOST_STEPS * 256 // int(FIRST_GUESS)
+    enough = most_waiting(256, drafts=False) // int(FIRST_GUESS)
     scheduler = Scheduler(Rule(), waiting=enough)
     scheduler.places = 100
     assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 256

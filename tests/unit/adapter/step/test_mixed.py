@@ -177,7 +177,10 @@ def test_more_rows_than_there_is_a_graph_for_are_not_mixed() -> None:
         decode_cuda_graph_runner=SimpleNamespace(max_bs=200), model_config=SimpleNamespace(vocab_size=1000)
     )
     rule.begin(runner)
-    assert rule.most_rows == 200
+    assert rule.most_rows == 200 and rule.room(150) == 50
+    # Steps of more running rows share nothing.
+    assert [make(most_rows=2048).room(running) for running in (1024, 1025)] == [1024, 0]
+    assert [make(most_rows=2048, query_tokens=4).room(running) for running in (256, 257)] == [1024, 0]
     runner.decode_cuda_graph_runner = None
     rule.begin(runner)
     assert rule.most_rows == 200

@@ -172,7 +172,12 @@ def test_a_capture_ignores_the_plan(make_world: Any) -> None:
     ("requests", "queries", "rows"), [(48, 4, 192), (256, 4, 1024), (300, 4, 1024), (2000, 1, 1024), (500, 3, 1023)]
 )
 def test_rows_of_a_step_are_those_of_whole_requests(requests: int, queries: int, rows: int) -> None:
+    """And as many new tokens beside them, or in steps of their own, as fill whole units."""
     assert budget.max_rows(requests, queries) == rows
+    assert budget.max_rows(requests, queries, 130) == rows + 130 // queries * queries
+    assert budget.max_rows(requests, queries, 5000) == rows + 1024 // queries * queries
+    assert budget.max_rows(requests, queries, 130, alone=True) == rows
+    assert budget.max_rows(8, queries, 130, alone=True) == 130 // queries * queries
 
 
 def test_tails_are_scheduled_for_all_query_tokens(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
