@@ -31,6 +31,10 @@ ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
 """Bytes of an element of the cache and of an expanded prefix."""
 LARGER_STEPS_SINCE, SMALLER_STEPS = "2026-11-28T07:30", (1.5, 512)
 """Before, a mixed step took at most so many times as long as without new tokens, and had at most so many."""
+PREFILL_IN_GRAPHS = ("0.5.23",)
+"""Releases of SGLang whose host does not launch a prefill pass kernel by kernel."""
+DRAFT_TOKENS = 4
+"""Query tokens of a request in a step of records with drafts."""
 _CHUNK = re.compile(r"--chunked-prefill-size (\d+)")
 
 
@@ -52,6 +56,7 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
         gpu,
         case.get("tp", 1),
         case.get("dp", 1),
+        DRAFT_TOKENS if case.get("drafts") else 1,
         latent_element_bytes=latent,
         expanded_element_bytes=expanded,
         prefix_sharding=flags.hybrid_mla_prefix_sharding not in (None, "off"),
@@ -120,7 +125,8 @@ def served(record: Mapping[str, Any]) -> Served:
     """Predict a record of `short`: ours with mixed steps, prefill passes of stock backends in turns."""
     case, of, drawn = record["case"], of_rank(record), lengths("short", 0)
     question, answer = (round(mean(drawn[name])) for name in ("own_tokens", "output_tokens"))
-    traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_seconds(of))
+    host_s = 0.0 if record["sglang"] in PREFILL_IN_GRAPHS else host_seconds(of)
+    traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_s, case.get("drafts", 1.0))
     mixed_tokens = allowed(of)
     if record["date"] < LARGER_STEPS_SINCE:
         mixed_tokens = min(allowed(of, slower=SMALLER_STEPS[0]), SMALLER_STEPS[1])

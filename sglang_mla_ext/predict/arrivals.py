@@ -9,6 +9,8 @@ once its client has heard of the end. The question is prefilled in one of two wa
   many wait they take a pass. With DP attention they have mixed passes of their own, without running requests, where
   those are faster than an eager pass.
 
+With drafts a step verifies them, drafting is part of it, and it adds several tokens to a request.
+
 Ranks of DP attention step together: those with requests that wait take a pass while the others decode, and all wait for
 the longest. The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it:
 chunks of long questions in turns, padding to captured sizes, and whatever hybrid_mla adds to the host's time of a pass.
@@ -23,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from sglang_mla_ext.predict.drafts import Drafting
 from sglang_mla_ext.predict.mixed import MOST_NEW_ALONE, allowed, mixed_step, most_waiting
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
@@ -48,6 +51,7 @@ class Traffic:
         question: new tokens of each prompt; answer: of each answer in the mean, all lengths up to nearly twice as many
             alike.
         host_s: host time of an eager prefill pass.
+        accepted: tokens that a step adds to a request in the mean.
     """
 
     requests: int
@@ -55,6 +59,7 @@ class Traffic:
     question: int
     answer: int
     host_s: float
+    accepted: float = 1.0
 
     def __post_init__(self) -> None:
         if self.answer < 2:
@@ -66,9 +71,14 @@ class Traffic:
         return self.question + self.answer // 2
 
     @property
+    def steps(self) -> int:
+        """Steps of an answer in the mean, of which the first is in a prefill pass or mixed."""
+        return max(1 + round((self.answer - 1) / self.accepted), 2)
+
+    @property
     def new_tokens(self) -> float:
         """That come in a step, in the mean, where none wait."""
-        return self.requests / self.answer * self.question
+        return self.requests / self.steps * self.question
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,8 @@ class Served:
     Attributes:
         tokens_per_s: of all requests.
         first_token_s: from when a client asks to the first token, the median.
-        between_s, between_p99_s: from one token of a request to its next, the median and the 99th percentile.
+        between_s, between_p99_s: from one token of a request to its next, the median, and the 99th percentile, with
+            drafts of steps that add one token.
     """
 
     tokens_per_s: float
@@ -107,7 +118,7 @@ def pass_kernels_seconds(of: Deployment, prefix: int, tokens: int, requests: int
     Args:
         expanded: first tokens of the prefix whose keys and values are kept.
     """
-    of = replace(of, prefix_sharding=False)
+    of = replace(of, prefix_sharding=False, query_tokens=1)
     arriving, again = Arriving(of.dp * tokens, of.dp * requests), prefix - expanded
     seconds = predict(of, Cover(naive=prefix), 0, prefix, 0, arriving).seconds
     if not (of.prefill_expand_tokens and (requests - 1) * again >= FEWEST_SAVED // of.cost.local_heads):
@@ -146,13 +157,15 @@ def compared(
     """
     prefix, tail, stock = traffic.prefix, traffic.tail, replace(of, prefill_expand_tokens=0)
     mixed_tokens = allowed(of) if mixed_tokens is None else mixed_tokens
+    drafting = Drafting(of)
 
     def absorb(running: int, _: int) -> float:
-        return predict(of, PLAIN, running, prefix, tail).seconds
+        return predict(of, PLAIN, running, prefix, tail).seconds + drafting.seconds(running, prefix, tail)
 
     def chosen(running: int, tokens: int) -> float:
         arriving = Arriving(tokens, max(tokens // traffic.question, 1))
-        return mixed_step(of, running, prefix, tail, arriving, chunks).seconds
+        step = mixed_step(of, running, prefix, tail, arriving, chunks)
+        return step.seconds + drafting.seconds(running, prefix, tail)
 
     kept = of.kept_for_prefill(traffic.requests, prefix, chunks)
 
@@ -172,7 +185,8 @@ def compared(
     if of.dp > 1:
         found["mixed"] = in_turns(chosen, fastest_pass)
     else:
-        found["mixed"] = serve(traffic, cache(chosen), mixed_tokens, cache(eager_pass))
+        drafts = of.query_tokens > 1
+        found["mixed"] = serve(traffic, cache(chosen), mixed_tokens, cache(eager_pass), drafts=drafts)
     return mixed_tokens, found
 
 
@@ -183,6 +197,8 @@ def serve(
     prefill: Callable[[int], float] | None = None,
     ranks: int = 1,
     client_s: float = CLIENT_S,
+    *,
+    drafts: bool = False,
 ) -> Served:
     """Go through the steps.
 
@@ -193,8 +209,9 @@ def serve(
             `most_waiting`.
         ranks: of data parallelism.
         client_s: from a request's last token to the next request's arrival.
+        drafts: steps verify drafts.
     """
-    draw, warm = random.Random(0), 2 * traffic.answer
+    draw, warm = random.Random(0), 2 * traffic.steps
     dealt = [traffic.requests // ranks + (rank < traffic.requests % ranks) for rank in range(ranks)]
     of = [_Rank(running, Counter(draw.randrange(warm - 2) for _ in range(running))) for running in dealt]
     now, began = 0.0, 0.0
@@ -206,7 +223,7 @@ def serve(
         if not any(rank.running or rank.waiting for rank in of):
             now = min(rank.sent[0] for rank in of if rank.sent)
             continue
-        most = most_waiting(mixed_tokens, drafts=False)
+        most = most_waiting(mixed_tokens, drafts=drafts)
         in_pass = [rank for rank in of if rank.wait > most] if prefill is not None else []
         decoding = [rank for rank in of if rank not in in_pass]
         running, new = sum(rank.running for rank in decoding), 0
@@ -237,9 +254,9 @@ def serve(
                 first.clear()
                 between.clear()
     return Served(
-        tokens_per_s=(first.total() + between.total()) / (now - began),
+        tokens_per_s=(first.total() + traffic.accepted * between.total()) / (now - began),
         first_token_s=percentile(first, 0.5) + client_s,
-        between_s=percentile(between, 0.5),
+        between_s=percentile(between, 0.5) / traffic.accepted,
         between_p99_s=percentile(between, 0.99),
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS  # plain Python
 from sglang_mla_ext.predict import burst, sharing
 from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds
+from sglang_mla_ext.predict.drafts import Drafting
 from sglang_mla_ext.predict.memory import (
     Memory,
     default_fraction,
@@ -103,7 +104,7 @@ def report(of: Deployment, asked: Asked) -> dict[str, Any]:
 
     Raises:
         CannotPlanError: the measured step is shorter than its attention, or is not that of one case; arrivals are asked
-            of drafts, of a measured step, or of a GPU without constants of a step.
+            of a measured step, or of a GPU without constants of a step.
     """
     if asked.answer is not None:
         _check_arrivals(of, asked)
@@ -253,9 +254,15 @@ def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, reque
                 f"--step-ms {asked.step_ms:g} is less than attention alone is predicted to take, "
                 f"{plain.attention * 1e3:.2f} ms: check that it is a step without sharing, of this --prefix and --batch"
             )
+    drafting = Drafting(of)
+    drafts = {
+        way: drafting.seconds(running[way], prompt, asked.tail) if asked.step_ms is None else 0.0 for way in running
+    }
     parts = {kind: seconds * 1e3 for kind, seconds in plain.products.items()}
+    parts |= {"drafts": drafts["absorb"] * 1e3} if drafts["absorb"] else {}
     parts |= {"exchanges": plain.exchanges * 1e3, "overhead": plain.overhead * 1e3}
     parts |= {"states": plain.states * 1e3} if of.has_states else {}
+    rest = {way: seconds + drafts[way] for way, seconds in rest.items()}
     steps = {"absorb": plain.attention + rest["absorb"], "chosen": shared.attention + rest["chosen"]}
     rates = {name: running[name] * asked.accepted / seconds for name, seconds in steps.items()}
     return {
@@ -270,8 +277,6 @@ def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, reque
 
 
 def _check_arrivals(of: Deployment, asked: Asked) -> None:
-    if of.query_tokens > 1:
-        raise CannotPlanError("arrivals are predicted without drafts: give --arrivals without --draft-tokens")
     if asked.step_ms is not None:
         raise CannotPlanError("arrivals take steps of many sizes: give --arrivals without --step-ms")
     if of.has_states:
@@ -293,7 +298,7 @@ def replaced(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: i
     assert asked.answer is not None
     found = []
     for host_s in asked.hosts(of):
-        traffic = Traffic(requests, prompt, asked.question, asked.answer, host_s)
+        traffic = Traffic(requests, prompt, asked.question, asked.answer, host_s, asked.accepted)
         mixed_tokens, ways = compared(of, traffic, chunks)
         if (fewer := asked.may_run(requests)) < requests:
             ways |= {**compared(of, dataclasses.replace(traffic, requests=fewer), chunks)[1], "absorb": ways["absorb"]}
