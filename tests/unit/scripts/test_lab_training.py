@@ -88,6 +88,7 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release("0.5.17", reason="0.5.23 makes the layer in a worker that has published its ranks alone")
 def test_the_drafting_layer_equals_sglang_s_own(trained: Path) -> None:
     """In float32; and SGLang loads every tensor of the layer by its name. See sglang_nextn.py."""
     program = Path(__file__).parents[1].joinpath("sglang_nextn.py")
