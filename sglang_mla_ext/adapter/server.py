@@ -19,6 +19,7 @@ from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, resolved
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, rates_for
+from sglang_mla_ext.prefix.planner.pass_costs import GRAPH_LAYER_S
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -186,6 +187,17 @@ class Server:
         return self.options.mode == "grouped_absorb" or self.rates.modes[Mode.GROUPED_ABSORB].measured
 
     # ---- predictions
+
+    @cached_property
+    def graph_layer_s(self) -> float:
+        """Seconds of a layer of a pass in a prefill graph beside attention: predicted, or DeepSeek-V3's of TP 8 where
+        the GPU or the model is not known so well."""
+        from sglang_mla_ext.predict.mixed import pass_layer_seconds
+
+        try:
+            return pass_layer_seconds(self.deployment())
+        except (ValueError, KeyError, TypeError):
+            return GRAPH_LAYER_S
 
     def deployment(self) -> Deployment:
         """Describe the server to `predict`.

@@ -8,6 +8,7 @@ rows. A server asks `allowed` as it starts: it is arithmetic alone, and comes to
 from __future__ import annotations
 
 from sglang_mla_ext.kernels.sizes import MAX_ROWS  # plain Python
+from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import NOBODY, Arriving, Deployment, Step, predict
 
 ROWS_STEP = 32
@@ -24,6 +25,8 @@ MOST_STEPS_WITH_DRAFTS = 1
 """The same where steps verify drafts, on SGLang 0.5.23. A prefill pass is in a CUDA graph there, and all first tokens
 come at its end. Short answers over 7,069 tokens on an H200, fa3 3,045 tokens a second and a median of 217 ms to the
 first one: 4,106 and 201 with 1, 4,609 and 262 with 2, 4,633 and 404 with 6."""
+FEW = 128
+"""New tokens of a small prefill pass, which has the weights of nearly all experts read."""
 REQUESTS, PROMPT, TAIL = 128, 7069, 512
 """What is taken to be running where a server's bound is predicted."""
 SLOWER = 2.0
@@ -48,6 +51,16 @@ def mixed_step(
     newcomers = arriving.requests if arriving.tokens else 0
     cover = of.cover(of.per_rank(running + newcomers), prefix, chunks)
     return predict(of, cover, running, prefix, tail, arriving)
+
+
+def pass_layer_seconds(of: Deployment) -> float:
+    """Return the seconds that a prefill pass of few tokens in a CUDA graph takes per attention layer beside attention:
+    nearly all of it reads weights, as no step that decodes anyway has to.
+
+    Raises:
+        ValueError: the GPU has no constants of a step.
+    """
+    return predict(of, PLAIN, 0, 0, 0, Arriving(FEW * of.dp, of.dp)).rest / of.dims.num_layers
 
 
 def allowed(of: Deployment, *, slower: float = SLOWER) -> int:

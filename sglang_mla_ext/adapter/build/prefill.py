@@ -69,12 +69,15 @@ def make_prefill_sharing(
     )
     always = context.options.mode == "naive"
     absorbs = prefill_graph is not None and not on_gpu
-    # Without a GPU passes do not leave a graph that is not there.
-    costs = PassCosts(
-        replace(cost, query_tokens=1, ranks=1),
-        eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
-        fetches=on_gpu and context.model.fp8,
-    )
+    costs = None
+    if prefill_graph is not None:
+        # Without a GPU passes do not leave a graph that is not there.
+        costs = PassCosts(
+            replace(cost, query_tokens=1, ranks=1),
+            eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
+            graph_layer_s=context.server.graph_layer_s,
+            fetches=on_gpu and context.model.fp8,
+        )
     return PrefillSharing(
         make_plan,
         stock.affordable,
@@ -82,5 +85,5 @@ def make_prefill_sharing(
         transient,
         always,
         absorbs,
-        costs if prefill_graph is not None else None,
+        costs,
     )

@@ -22,7 +22,7 @@ EAGER_LAYER_S = 1e-3
 third of that, so that faster hosts do not lose."""
 
 GRAPH_LAYER_S = 0.35e-3
-"""The same in a prefill graph, where it is the weights that are read: 25 ms for 61 layers."""
+"""The same in a prefill graph, where it is the weights that are read, if it is not predicted: 25 ms for 61 layers."""
 
 STOCK_MAKING = 3.0
 """SGLang's gather, product and copies take so many times as long as the fused expansion."""

@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from demo_model.rank import Rank, rank_config
 
 from sglang_mla_ext.kernels.sizes import MAX_ROWS
-from sglang_mla_ext.predict.mixed import MOST_NEW, ROWS_STEP, SLOWER, bound, mixed_step
+from sglang_mla_ext.predict.mixed import MOST_NEW, ROWS_STEP, SLOWER, bound, mixed_step, pass_layer_seconds
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import NOBODY, Arriving, Deployment, attention_seconds, predict
@@ -65,6 +66,16 @@ def test_the_bound_is_the_largest(dp, prefix, running):
     for tokens in range(found, MOST_NEW + 1, ROWS_STEP):
         slower = mixed_step(of, running * dp, prefix, 300, Arriving(tokens * dp, dp)).seconds / alone
         assert (slower <= SLOWER) == (tokens == found) or running > MAX_ROWS
+
+
+def test_a_pass_of_its_own_reads_the_weights():
+    """29 ms of a tp8 rank's 61 layers, of which 20 are the experts'; attention and tokens are not in it."""
+    rank = Deployment(rank_config(Rank("tp8", 61)), Gpu.from_json("h200"))
+    assert 61 * pass_layer_seconds(rank) == pytest.approx(29e-3, rel=0.03)
+    fewer = dataclasses.replace(rank, config=rank_config(Rank("tp8", 36)))
+    assert pass_layer_seconds(fewer) == pytest.approx(pass_layer_seconds(rank), rel=0.05)
+    with pytest.raises(ValueError, match="no constants"):
+        pass_layer_seconds(Deployment(V3, Gpu.from_json("cpu")))
 
 
 def test_bounds():

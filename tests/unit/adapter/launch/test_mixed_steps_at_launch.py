@@ -9,11 +9,14 @@ import pytest
 import test_limits
 import torch
 
+from sglang_mla_ext.adapter import server
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.launch import mixed_steps
+from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.predict.mixed import MOST_NEW
+from sglang_mla_ext.prefix.planner.pass_costs import GRAPH_LAYER_S
 
 MIXED = {"enable_mixed_chunk": True}
 OLDEST = contract.line() == "0.5.17"
@@ -109,3 +112,13 @@ def test_graphs_reach_up_to_the_most_rows(sizes: list[int], most: int, expected:
 def test_graphs_of_verify_steps_are_as_many_rows_apart() -> None:
     assert mixed_steps.graph_sizes([1, 128], 192, query_tokens=4) == [1, 128, 144, 160, 176, 192]
     assert mixed_steps.graph_sizes([1, 240], 320, query_tokens=4) == [1, 240, 256, 288, 320]
+
+
+def test_what_a_small_pass_takes_is_predicted_where_the_gpu_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    config = SimpleNamespace(to_dict=lambda: read_config("checkpoints", "deepseek-v3")["config"])
+    monkeypatch.setattr(server.installed, "model_config", lambda args: config)
+    on_h200, on_cpu = (
+        Server.of(test_limits.server_args(tp_size=8), HybridMLAOptions(), on_gpu) for on_gpu in (True, False)
+    )
+    assert on_h200.graph_layer_s == pytest.approx(0.5e-3, rel=0.2) and on_cpu.graph_layer_s == GRAPH_LAYER_S
