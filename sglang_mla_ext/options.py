@@ -103,7 +103,7 @@ class HybridMLAOptions:
         default=None,
         metadata=_flag(
             "the most new prompt tokens computed in one decode step (mixed steps), in whole pages of 64 (0: prefill "
-            "always has passes of its own; default: by the cost model, 256 to 512 where decode runs in CUDA graphs, "
+            "always has passes of its own; default: by the cost model, 256 to 1024 where decode runs in CUDA graphs, "
             "else 0)"
         ),
     )
