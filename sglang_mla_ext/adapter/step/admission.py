@@ -268,14 +268,6 @@ class Admission:
         else:
             scheduler.is_mixed_chunk = mixed
 
-    def run(self, original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any) -> Any:
-        """`Scheduler.run_batch`."""
-        return self.paired.run(original, scheduler, batch, *args)
-
-    def process(self, original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> Any:
-        """`Scheduler.process_batch_result`."""
-        return self.paired.process(original, scheduler, batch, result)
-
     @guarded(Fallback.COUNT_DECODED, only_shows=True)
     def count_decoded(self, result: None, processor: Any, batch: ScheduleBatch, of_batch: Any) -> None:
         """`process_batch_result_prefill` of a mixed batch: count its running requests as SGLang counts those of a

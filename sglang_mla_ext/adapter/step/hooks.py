@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import failure
@@ -22,19 +22,17 @@ from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature, dotted
 from sglang_mla_ext.adapter.step import mixed
 from sglang_mla_ext.adapter.step.admission import Admission
+from sglang_mla_ext.adapter.step.paired import PairedSteps
 from sglang_mla_ext.adapter.step.session import Session, process
 from sglang_mla_ext.options import HybridMLAOptions
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
 BEFORE, AFTER, AROUND = "before", "after", "around"
 """SGLang's kinds of hooks: one AFTER gets the result first, one AROUND the original."""
 
-SESSION, ADMISSION, NONE = "session", "admission", ""
-"""First argument of a hook. Without a session, hooks that get it or its admission do nothing."""
+SESSION, ADMISSION, PAIRED, NONE = "session", "admission", "paired", ""
+"""First argument of a hook. Without a session, hooks that get it or a part of it do nothing."""
 
 
 class Hook(NamedTuple):
@@ -42,8 +40,8 @@ class Hook(NamedTuple):
 
     Attributes:
         target: what of SGLang it is put on, as the oldest release has it, below `sglang.srt`.
-        of, call: a method of the session or of its admission, or a function that gets the session first; or one of the
-            start or of a layer, which gets none.
+        of, call: a method of the session, of its admission or of the admission's paired steps, or a function that gets
+            the session first; or one of the start or of a layer, which gets none.
         feature: what needs it.
         without: the change of SGLang that would make it unnecessary.
     """
@@ -126,8 +124,8 @@ def table() -> list[Hook]:
             f"{workers}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
             *(AFTER, ADMISSION, Admission.count_decoded, mixes, "decode metrics of MIXED batches"),
         ),
-        Hook(f"{scheduler}.run_batch", AROUND, ADMISSION, Admission.run, mixes, rows),
-        Hook(f"{scheduler}.process_batch_result", AROUND, ADMISSION, Admission.process, mixes, rows),
+        Hook(f"{scheduler}.run_batch", AROUND, PAIRED, PairedSteps.run, mixes, rows),
+        Hook(f"{scheduler}.process_batch_result", AROUND, PAIRED, PairedSteps.process, mixes, rows),
         # a pass
         Hook(
             "model_executor.forward_batch_info.ForwardBatch.init_new",
@@ -279,13 +277,14 @@ def _with_session(hook: Hook) -> Callable[..., Any]:
     """Return the function that SGLang calls."""
     if hook.of == NONE:
         return hook.call
-    call, around, admits = hook.call, hook.kind == AROUND, hook.of == ADMISSION
+    call, around = hook.call, hook.kind == AROUND
+    of = {SESSION: lambda it: it, ADMISSION: lambda it: it.admission, PAIRED: lambda it: it.admission.paired}[hook.of]
 
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
         session = process.session
         if session is None:
             return args[0](*args[1:], **kwargs) if around else None
-        return call(session.admission if admits else session, *args, **kwargs)
+        return call(of(session), *args, **kwargs)
 
     return called

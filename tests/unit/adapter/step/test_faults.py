@@ -41,8 +41,6 @@ DOORS = {
     "adapter/step/backend.py HybridMLABackend._absorb",
     "adapter/step/admission.py Admission.add_request",
     "adapter/step/admission.py Admission.new_batch",
-    "adapter/step/admission.py Admission.process",
-    "adapter/step/admission.py Admission.run",
     "adapter/step/admission.py Admission.sync",
     "adapter/step/paired.py PairedSteps.process",
     "adapter/step/paired.py PairedSteps.run",
