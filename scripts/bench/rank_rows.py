@@ -17,6 +17,7 @@ from bench.records import Record
 MOST_REQUESTS = 256
 """Largest number of requests in the table that has one row for each load and prompt."""
 LOADS = {"decode": "long answers", "short": "short answers"}
+AGENT_LOADS = {load: f"agents, {histories}" for load, histories in AGENTS.items()}
 ALL_LOADS = LOADS | {f"{load}, DeepGEMM": f"{name}, DeepGEMM" for load, name in LOADS.items()}
 DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8", "tp16": "TP 16"}
 MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2", "Kimi-K3", "Kimi-K3's MLA layers alone"), strict=True))
@@ -88,7 +89,7 @@ def newest_release(records: Iterable[Record], *, cases: Sequence[Sequence[Any]])
         asked = {"model": model, "load": load, "drafts": drafts, "prompt": prompt, "requests": requests}.items()
         pair = max((pair for pair in pairs if asked <= pair.case._asdict().items()), key=lambda pair: pair.case)
         yield pair.row | {
-            "load": f"{(LOADS | {'agents': 'agents'})[load]}, {prompt:,} tokens, {requests} requests",
+            "load": f"{(LOADS | AGENT_LOADS)[load]}, {prompt:,} tokens, {requests} requests",
             "drafts": ", drafts" if drafts else "",
             "model": pair.case.title,
             "layers": f"{pair.case.layers} of {ALL_LAYERS[model]}",
