@@ -145,7 +145,7 @@ def fill_page_table(
 
 # ---- absorb
 
-OnFailure = Callable[[BaseException], None]
+OnFailure = Callable[[BaseException], object]
 """Is told of the error of an implementation that should run here."""
 
 

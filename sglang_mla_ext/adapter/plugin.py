@@ -100,8 +100,8 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
         contract.check(features.asked_for(resolved(server_args), on_gpu))  # SGLang may have asked for more
         limits.set_draft_backend(server_args, on_gpu)
         gpu = torch.cuda.get_device_properties(0) if on_gpu else None
-        server = Server.of(server_args, options, on_gpu, gpu and gpu.total_memory)
-        limits.check(server, gpu and (gpu.major, gpu.minor))
+        server = Server.of(server_args, options, on_gpu, None if gpu is None else gpu.total_memory)
+        limits.check(server, None if gpu is None else (gpu.major, gpu.minor))
         for warning in limits.warnings(server):
             logger.warning("hybrid_mla: %s", warning)
         if server.prefix_ranks > 1:

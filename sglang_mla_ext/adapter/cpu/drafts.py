@@ -196,7 +196,7 @@ def around_extend(
         forward_batch = copy.copy(forward_batch)
         for name in ("extend_prefix_lens", "extend_seq_lens", "seq_lens", "req_pool_indices"):
             setattr(forward_batch, name, getattr(forward_batch, name)[:requests])
-    out = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+    out: torch.Tensor = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
     if padded:
         out[int(forward_batch.extend_seq_lens.sum()) :] = 0
     return out

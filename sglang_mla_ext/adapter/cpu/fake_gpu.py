@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ def hopper() -> Iterator[None]:
     import sglang.srt.layers.quantization.fp8_utils  # noqa: F401
 
     device = SimpleNamespace(multi_processor_count=132, total_memory=MEMORY, major=9, minor=0, name="NVIDIA H200")
-    cuda: dict[str, Callable[..., Any]] = {
+    cuda: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: GPUS,
         "get_device_capability": lambda *args: (9, 0),

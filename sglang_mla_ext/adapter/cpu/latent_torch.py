@@ -68,18 +68,18 @@ class TorchLatent:
         if self._sharing:
             starts[: len(self._planned_starts)] = self._planned_starts
         parts = []
-        for row, query in enumerate(zip(q_absorbed, q_rope, strict=True)):
+        for row, (absorbed, rope) in enumerate(zip(q_absorbed, q_rope, strict=True)):
             slots = self._slots(row)
             later = self._query_tokens - 1 - row % self._query_tokens  # tokens that it does not see
             tail = slots[starts[row // self._query_tokens] : max(len(slots) - later, 0)]
-            parts.append(self._absorb(layer_id, *(part[None] for part in query), tail, softmax_scale))
+            parts.append(self._absorb(layer_id, absorbed[None], rope[None], tail, softmax_scale))
         out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
         for segment in self._segments if self._sharing else ():
             members = torch.tensor(Rows(len(starts), self._query_tokens).by_row([segment])[0].rows)
             # One query with the heads of all members: they have the same keys.
-            stacked = [part[members].flatten(0, 1)[None] for part in (q_absorbed, q_rope)]
+            absorbed, rope = (part[members].flatten(0, 1)[None] for part in (q_absorbed, q_rope))
             slots = self._slots(segment.rows[0] * self._query_tokens)[segment.start : segment.end]
-            of_segment = self._absorb(layer_id, *stacked, slots, softmax_scale)
+            of_segment = self._absorb(layer_id, absorbed, rope, slots, softmax_scale)
             of_segment = of_segment[0].view_as(out[members]), of_segment[1].view_as(lse[members])
             out[members], lse[members] = reference.merge(out[members], lse[members], *of_segment)
         if watched is not None:

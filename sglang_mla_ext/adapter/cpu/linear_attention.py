@@ -66,8 +66,9 @@ def before_load(runner: ModelRunner, *args: Any) -> None:
     FusedRMSNormGated.forward = gated_norm
     # Kimi-K3's: a residual that is a mixture of those before it.
     attn_residual._mix_fused = attn_residual.aggregate_stream_torch
-    torch.cuda.Stream = _NoStream
-    torch.Tensor.pin_memory = lambda tensor, *args: tensor  # SGLang pins which states it keeps, without asking
+    setattr(torch.cuda, "Stream", _NoStream)  # noqa: B010 # a type checker takes both for mistakes
+    # SGLang pins which states it keeps, without asking.
+    setattr(torch.Tensor, "pin_memory", lambda tensor, *args: tensor)  # noqa: B010
 
 
 class _NoStream:
@@ -119,10 +120,12 @@ def chunk_kda(
     decay, rate = _gates(g[0], beta[0], A_log, dt_bias, lower_bound)
     out, found = torch.empty_like(v), []
     for row, slot, tokens in _requests(cu_seqlens, initial_state_indices):
-        parts = (part[0, tokens] for part in (q, k, v))
-        state, states = initial_state[slot].float(), []
-        out[0, tokens], initial_state[slot] = _recurrence(*parts, decay[tokens], rate[tokens], state, states)
-        if track_state is not None and (chunk := int(track_chunk_idx[row])) >= 0:
+        state = initial_state[slot].float()
+        states: list[Tensor] = []
+        out[0, tokens], initial_state[slot] = _recurrence(
+            q[0, tokens], k[0, tokens], v[0, tokens], decay[tokens], rate[tokens], state, states
+        )
+        if track_state is not None and track_chunk_idx is not None and (chunk := int(track_chunk_idx[row])) >= 0:
             track_state[row] = states[chunk]
         found += states
     return (out, torch.stack(found)[None]) if output_intermediate_states else out
@@ -144,7 +147,7 @@ def decode_kda(
     **others: Any,
 ) -> Tensor:
     """A decode step: one token of each request; shapes as of `chunk_kda`, a for g and b for beta."""
-    return chunk_kda(
+    out: Tensor = chunk_kda(
         q,
         k,
         v,
@@ -157,6 +160,7 @@ def decode_kda(
         dt_bias=dt_bias,
         lower_bound=lower_bound,
     )
+    return out
 
 
 def _gates(g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> tuple[Tensor, Tensor]:
@@ -269,6 +273,6 @@ def track_all_layers(conv_states_pool: Tensor, ssm_states_pool: Tensor, *args: A
 
 def gated_norm(norm: Any, x: Tensor, g: Tensor, **others: Any) -> Tensor:
     """RMS norm times a gate."""
-    scaled = x.float() * (x.float().square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight.float()
+    scaled: Tensor = x.float() * (x.float().square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight.float()
     gate = g.float().sigmoid() if norm.activation == "sigmoid" else silu(g.float())
     return (scaled * gate).to(x.dtype)

@@ -119,13 +119,16 @@ class FlashMLALatent:
     def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
         if self._grouped is not None:
             self._grouped.plan(segments, units)
+        assert self._starts is not None, "allocated"
         self._starts.plan(tail_starts)
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
+        assert self._starts is not None, "allocated"
         if self._grouped is not None:
             seq_lens = batch.seq_lens + uncounted if uncounted else batch.seq_lens
             self._grouped.begin_step(self._req_to_token, batch.req_pool_indices, seq_lens, self._starts.on_device)
             return
+        assert self._tails is not None, "one of the two is allocated"
         self._tails.begin_step(batch, sharing=sharing, uncounted=uncounted)
         requests = batch.batch_size
         metadata, num_splits = self._schedule(self._tails.lens[:requests])
@@ -142,6 +145,7 @@ class FlashMLALatent:
     ) -> tuple[Tensor, Tensor]:
         if self._grouped is not None:
             return self._grouped.run(q_absorbed, q_rope, self._pages(layer_id), softmax_scale, watched)
+        assert self._tails is not None, "one of the two is allocated"
         requests = len(q_absorbed) // self._query_tokens
         out, lse = flash_mla_with_kvcache(
             q=whole_query(q_absorbed, q_rope).unflatten(0, (requests, self._query_tokens)),
@@ -163,5 +167,5 @@ class FlashMLALatent:
 
     def _pages(self, layer_id: int) -> Tensor:
         """A layer's latent rows, `[pages, 64, 1, kv_lora_rank + qk_rope_head_dim]`."""
-        rows = self._pool.get_key_buffer(layer_id)
+        rows: Tensor = self._pool.get_key_buffer(layer_id)
         return rows.view(-1, PAGE_TOKENS, 1, rows.shape[-1])

@@ -137,9 +137,11 @@ class FP8Latent:
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         self._stacked = sharing and self._grouped is not None
         if self._stacked:
+            assert self._grouped is not None, "it is stacked"
             seq_lens = batch.seq_lens + uncounted if uncounted else batch.seq_lens
             self._grouped.begin_step(self._req_to_token, batch.req_pool_indices, seq_lens, self._starts.on_device)
             return
+        assert self._absorb is not None, "allocated"
         self._tails.begin_step(batch, sharing=sharing, uncounted=uncounted)
         requests = batch.batch_size
         if requests <= self._max_at_once:
@@ -155,7 +157,9 @@ class FP8Latent:
     ) -> tuple[Tensor, Tensor]:
         pool = self._pool.rows(layer_id)
         if self._stacked:
+            assert self._grouped is not None, "it is stacked"
             return self._grouped.run(q_absorbed, q_rope, pool, softmax_scale, watched)
+        assert self._absorb is not None, "allocated"
         rows, dtype, device = len(q_absorbed), q_absorbed.dtype, q_absorbed.device
         requests = rows // self._query_tokens
         at_once = requests <= self._max_at_once
@@ -163,9 +167,9 @@ class FP8Latent:
         lse = torch.empty(q_absorbed.shape[:2], dtype=torch.float32, device=device)
         for start in range(0, requests, self._max_at_once):
             stop = min(start + self._max_at_once, requests)
-            where = self._tails.table[start:stop], self._tails.lens[start:stop]
+            table, lens = self._tails.table[start:stop], self._tails.lens[start:stop]
             part = slice(start * self._query_tokens, stop * self._query_tokens)
             if not at_once:  # too many for one schedule: a new one for each part
-                self._absorb.begin_step(*where[::-1])
-            self._absorb.run(q_absorbed[part], q_rope[part], pool, *where, softmax_scale, out[part], lse[part])
+                self._absorb.begin_step(lens, table)
+            self._absorb.run(q_absorbed[part], q_rope[part], pool, table, lens, softmax_scale, out[part], lse[part])
         return out, lse

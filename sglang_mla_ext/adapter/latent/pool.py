@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
+from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import append_rows, fetch_rows
-from sglang_mla_ext.kernels.storage.expanded import FP8
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVCache
 
 
-class LatentPool(MLATokenToKVPool):
+class LatentPool(MLATokenToKVPool):  # type: ignore[misc] # SGLang is not typed
     """See the module. Constructed as SGLang's pool is, with dtype float8_e4m3fn.
 
     Attributes:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from sglang_mla_ext.kernels.constants import FP8
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
-from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers, scale_bounds
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers, scale_bounds
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
-
-    from sglang_mla_ext.adapter.compat.installed import TreeView
-    from sglang_mla_ext.adapter.ranks.sharded import SlotsOfPass
 
 PRODUCT_TOKENS = 4 * CHUNK_TOKENS
 """Tokens of one product where expansion is not fused: bounds the temporary result, 64 MiB at 128 heads in BF16."""
 
 FETCHED_TOKENS = 32 * CHUNK_TOKENS
 """Rows of an FP8 pool that are fetched at once: 9 MiB in BF16."""
+
+
+class HasSlots(Protocol):
+    """What knows the slots of tokens."""
+
+    def slots(self, node: Any, node_end: int, start: int, end: int, /) -> torch.Tensor:
+        """Return the slots `[end - start]` of tokens of the path that ends in a node."""
+        ...
 
 
 class Expander:
@@ -51,11 +58,11 @@ class Expander:
         self._pool = pool
         self._buffers = buffers
         self._heads = slice(first_head, first_head + buffers.heads)
-        self._tree: TreeView | SlotsOfPass | None = None
+        self._tree: HasSlots | None = None
         self._scales_valid = False
         self._on_gpu = buffers.device.type == "cuda"
 
-    def attach(self, tree: TreeView | SlotsOfPass) -> None:
+    def attach(self, tree: HasSlots) -> None:
         """Give it what knows the slots of tokens: the tree, which SGLang builds after the attention backend, or with
         sharded prefixes the requests of a pass."""
         self._tree = tree
@@ -71,6 +78,7 @@ class Expander:
 
     def expand(self, node: Hashable, node_end: int, start: int, end: int, chunks: Sequence[int]) -> None:
         """See prefix.memory.expansion.Expander."""
+        assert self._tree is not None, "attached before anything is expanded"
         self.expand_slots(self._tree.slots(node, node_end, start, end), chunks, 0)
 
     @torch.no_grad()
@@ -112,7 +120,8 @@ class Expander:
         weights = self._weights_of(attention, self._dtype_of_rows(attention)) if self._on_gpu else None
         for rows, indices, first in self._pieces(attention, slots, start):
             if weights:
-                expand_prefix(rows, indices, *weights, self._buffers, index, table, first)
+                w_k, w_v = weights
+                expand_prefix(rows, indices, w_k, w_v, self._buffers, index, table, first)
                 continue
             for piece in range(0, len(indices), PRODUCT_TOKENS):
                 latent_rows = rows[indices[piece : piece + PRODUCT_TOKENS]]
@@ -123,9 +132,10 @@ class Expander:
         return weights and [weight[self._heads] for weight in weights]
 
     def _dtype_of_rows(self, layer: DeepseekV2AttentionMLA) -> torch.dtype:
-        if hasattr(self._pool, "fetch"):  # latent_pool.LatentPool
-            return layer.kv_a_layernorm.weight.dtype
-        return self._pool.get_key_buffer(layer.attn_mqa.layer_id).dtype
+        fetches = hasattr(self._pool, "fetch")  # latent_pool.LatentPool
+        rows = layer.kv_a_layernorm.weight if fetches else self._pool.get_key_buffer(layer.attn_mqa.layer_id)
+        dtype: torch.dtype = rows.dtype
+        return dtype
 
     def _pieces(
         self, layer: DeepseekV2AttentionMLA, slots: torch.Tensor, start: int
@@ -162,7 +172,8 @@ class Expander:
     def _project(self, attention: DeepseekV2AttentionMLA, latent: torch.Tensor) -> Sequence[torch.Tensor]:
         """`k_nope [n, heads, nope]` and `v [n, heads, v]` of `latent [n, rank]`."""
         expanded = attention.kv_b_proj(latent)[0].view(len(latent), attention.num_local_heads, -1)[:, self._heads]
-        return expanded.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
+        k_nope, v = expanded.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
+        return k_nope, v
 
     def _set_scales(self) -> None:
         for index, attention in enumerate(self._layers):
@@ -189,7 +200,8 @@ def weights_of(attention: DeepseekV2AttentionMLA, dtype: torch.dtype) -> Sequenc
     weight = getattr(attention.kv_b_proj, "weight", None)  # AWQ has none
     if weight is not None and weight.dtype == dtype:
         per_head = weight.view(attention.num_local_heads, -1, attention.kv_lora_rank)
-        return per_head.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
+        w_k, w_v = per_head.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
+        return w_k, w_v
     w_kc, w_vc = attention.w_kc, attention.w_vc  # [heads, nope, rank] and [heads, rank, v], any strides
     if w_kc is not None and w_kc.dtype == FP8 and not attention.use_deep_gemm_bmm:  # one scale for both
         w_kc, w_vc = ((weight.float() * attention.w_scale).to(dtype) for weight in (w_kc, w_vc))
@@ -214,7 +226,7 @@ def temporary_bytes(attention: DeepseekV2AttentionMLA, dtype: torch.dtype, *, fe
     weights = 0 if whole else 2 * per_token * rank * item + 2 * 4 * widest * rank
     fetched = FETCHED_TOKENS * ((rank + rope) * item + 8) if fetches else 0  # and where the rows are in it
     taken = weights + fetched
-    if not (whole and weight.is_cuda):  # the product, of rows that are gathered and converted
+    if weight is None or not (whole and weight.is_cuda):  # the product, of rows that are gathered and converted
         product = PRODUCT_TOKENS * ((3 * rank + rope) * item + per_token * item)
         written = CHUNK_TOKENS * widest * 3 * 4  # divided, clamped and rounded, or in another order
         taken = max(taken, fetched + product + written)

@@ -67,7 +67,10 @@ class PrefillPlan:
         Returns:
             None where nothing is expanded.
         """
-        found = tuple(windows(attention, rows, plan.segments, max_rows, {})) if plan.segments else ()
+        found: tuple[Window, ...] = ()
+        if plan.segments:
+            assert attention is not None, "something is expanded"
+            found = tuple(windows(attention, rows, plan.segments, max_rows, {}))
         if not found and transient is None:
             return None
         covered = plan.prefix_lens if transient is None else transient.ends
@@ -91,6 +94,7 @@ class PrefillPlan:
         if index == 0:  # not when it is planned: what is counted has happened
             self.counters.count_prefill(self.covered, self.transient.expanded_tokens if self.transient else 0)
         if self.windows:
+            assert self.attention is not None, "something is expanded"
             attend(self.attention, self.windows, index, layer, q, out, lse)
         if self.transient is not None:
             self.transient.attend(layer, q, out, lse)

@@ -144,7 +144,7 @@ class TransientExpansion:
         attention = make_shared_attention(
             buffers, max_rows=MAX_ROWS, heads=buffers.heads, device=buffers.device, tiles=tiles, memory=memory
         )
-        of_device = dict(dtype=dtype, device=device, tiles=tiles)
+        of_device: dict[str, Any] = dict(dtype=dtype, device=device, tiles=tiles)
         taken_bytes = cls.bytes_for(layer, tokens, **of_device, fetches=hasattr(pool, "fetch"))
         return cls(buffers, Expander([layer], pool, buffers), attention, req_to_token, taken_bytes)
 
@@ -228,6 +228,7 @@ class TransientExpansion:
 
     def _slots(self, reqs: Sequence[Req], one: TransientRange) -> torch.Tensor:
         if one.node is not None:
+            assert self._tree is not None, "it has named the node"
             return self._tree.slots(one.node, one.node_end, one.start, one.end)
         row = installed.row_of_request(reqs[one.requests[0]])
         return self._req_to_token[row, one.start : one.end].long()

@@ -94,6 +94,7 @@ class SlotsOfPass:
     def slots(self, name: Name, name_end: int, start: int, end: int) -> torch.Tensor:
         """Return the slots of tokens `[start, end)` of the prompt that a name stands for."""
         request = self._reports.holder(name)
+        assert self._places is not None and request is not None, "a request of the pass holds what it expands"
         place = self._places[request : request + 1]  # a tensor: the host waits for nothing
         return self._req_to_token[place, start:end].flatten().long()
 

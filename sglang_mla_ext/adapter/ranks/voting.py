@@ -52,6 +52,7 @@ class Voting:
         offered, self._offered = self._offered, None
         if offered is None:
             return False
+        assert batch is not None, "a rank that offers a batch runs one"
         if batch.is_extend_in_batch:
             return True
         self._agreed = batch

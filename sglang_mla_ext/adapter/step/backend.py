@@ -68,7 +68,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
     return method
 
 
-class HybridMLABackend(AttentionBackend):
+class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not typed
     """See the module.
 
     Attributes:
@@ -209,7 +209,7 @@ class HybridMLABackend(AttentionBackend):
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
         q_nope: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Any:
         """Prefill, and verify steps, whose arguments are those of a decode step. In prefill absorb comes with query and
         key in two parts, which SGLang's backends do not take.
 
@@ -225,6 +225,7 @@ class HybridMLABackend(AttentionBackend):
                 return self._absorb_prefill(q, q_rope, q_nope, layer, forward_batch)
         if q_rope is not None:
             with our_part(Fallback.JOIN_QUERY):
+                assert k_rope is not None, "query and key come in parts together"
                 q, k = whole_query(q, q_rope), torch.cat([k, k_rope], dim=-1)
         return self._stock.extend(q, k, v, layer, forward_batch, save_kv_cache)
 
@@ -251,6 +252,7 @@ class HybridMLABackend(AttentionBackend):
         # SGLang's own buffer, where it has one: otherwise it copies the result.
         out = getattr(forward_batch, "_attn_output", None)
         out = q.new_empty(len(q), self._heads * layer.v_head_dim) if out is None else out.view(len(q), -1)
+        assert self._prefill_graph is not None and q_nope is not None, "a pass that absorbs in prefill"
         self._prefill_graph.attend(layer, q_nope, q, q_rope, out.view(len(q), self._heads, -1))
         return out
 
@@ -275,7 +277,8 @@ class HybridMLABackend(AttentionBackend):
                 q = q if q_rope is None else whole_query(q, q_rope)
             stock = self._stock.backend
             forward = stock.forward_extend if passes.now.kind is Kind.VERIFY else stock.forward_decode
-            return forward(q, None, None, layer, forward_batch, save_kv_cache=False)
+            out: torch.Tensor = forward(q, None, None, layer, forward_batch, save_kv_cache=False)
+            return out
         with our_part(Fallback.ATTENTION):
             return self._attend(q, q_rope, layer, forward_batch)
 
@@ -288,7 +291,7 @@ class HybridMLABackend(AttentionBackend):
         q, q_rope = self._in_parts(q, q_rope, rows, layer)
         shadow = self._steps.shadow if step.way is Way.SHARED else None
         watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None
-        before_tails = step.takes_query and self._shared.runs_beside_tails
+        before_tails = step.takes_query and self._shared is not None and self._shared.runs_beside_tails
         if before_tails:
             self._attend_shared(step, q_rope, layer)
         out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling, watched if self._shared is None else None)
@@ -321,6 +324,7 @@ class HybridMLABackend(AttentionBackend):
         """
         if step.tail_lse is not None:
             raise RuntimeError("the layer before did not call its output projection: its shared part is lost")
+        assert self._shared is not None and step.q_nope is not None, "a step that takes the query before absorption"
         self._shared.run(self._layer_index[layer.layer_id], step.q_nope, q_rope, layer.scaling)
         step.q_nope = None
 
@@ -335,6 +339,7 @@ class HybridMLABackend(AttentionBackend):
         with our_part(Fallback.MERGE):
             step, per_head = passes.now, tail_out.view(tail_out.shape[0], self._heads, -1)
             tail_lse, step.tail_lse = step.tail_lse, None
+            assert self._shared is not None and tail_lse is not None, "the layer has attended"
             self._shared.merge(per_head, tail_lse, per_head, watched=step.watched)
             return tail_out
 

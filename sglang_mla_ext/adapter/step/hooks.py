@@ -278,7 +278,12 @@ def _with_session(hook: Hook) -> Callable[..., Any]:
     if hook.of == NONE:
         return hook.call
     call, around = hook.call, hook.kind == AROUND
-    of = {SESSION: lambda it: it, ADMISSION: lambda it: it.admission, PAIRED: lambda it: it.admission.paired}[hook.of]
+    parts: dict[str, Callable[[Session], Any]] = {
+        SESSION: lambda session: session,
+        ADMISSION: lambda session: session.admission,
+        PAIRED: lambda session: session.admission.paired,
+    }
+    of = parts[hook.of]
 
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:

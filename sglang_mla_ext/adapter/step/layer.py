@@ -87,7 +87,9 @@ def after_query_scaling(result: torch.Tensor, *args: Any, **kwargs: Any) -> None
 
 def scaled(query: torch.Tensor) -> torch.Tensor:
     """Queries of a pass, `[tokens, heads, size]`, by their positions."""
-    return (query * passes.now.query_scaling).to(query.dtype)
+    scaling = passes.now.query_scaling
+    assert scaling is not None, "SGLang has computed it at the beginning of the pass"
+    return (query * scaling).to(query.dtype)
 
 
 def after_queries_per_head(

@@ -167,6 +167,7 @@ class Preparation:
 
     def _write(self, plan: Plan, rows: Rows, sharded: ShardedPlan | None = None) -> None:
         if sharded is not None:
+            assert self._shared is not None, "ranks that shard prefixes expand them"
             self._shared.plan(sharded.segments, sharded.each)
         elif self._shared is not None:
             self._shared.plan(rows.by_row(plan.of_mode(Mode.NAIVE)), rows.total)

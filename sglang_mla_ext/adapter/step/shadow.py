@@ -221,11 +221,12 @@ class ShadowCheck:
         self._latent.begin_step(requests, sharing=False, uncounted=query_tokens if query_tokens > 1 else 0)
         layer = self._layers[checked.layer]
         attention = layer.attn_mqa
-        parts = self._watch.query[:rows].split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
-        expected, _ = self._latent.run(attention.layer_id, *parts, attention.scaling)
+        content, rope = self._watch.query[:rows].split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+        expected, _ = self._latent.run(attention.layer_id, content, rope, attention.scaling)
         if not self._in_latent_space:
-            _, w_v = weights_of(layer, expected.dtype)
-            expected = torch.einsum("thr,hvr->thv", expected, w_v)
+            weights = weights_of(layer, expected.dtype)
+            assert weights is not None, "tried as the check was made"
+            expected = torch.einsum("thr,hvr->thv", expected, weights[1])
         errors = row_errors(self._watch.out[:rows], expected)
         on_gpu = errors.is_cuda
         host = torch.empty(rows, dtype=torch.float32, pin_memory=on_gpu)
@@ -245,7 +246,8 @@ class ShadowCheck:
         of_requests: dict[int, list[float]] = {}
         for row, error in enumerate(errors, start=checked.first):
             of_requests.setdefault(checked.rows.request_of(row), []).append(error)
-        right, wrong = set(), set()
+        right: set[int] = set()
+        wrong: set[int] = set()
         for request, of_request in of_requests.items():
             (right if all(error <= self._bound for error in of_request) else wrong).add(request)
         held = [each for each in checked.held if wrong.intersection(each[0].rows)]

@@ -19,6 +19,7 @@ from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.pass_costs import PassCosts
 from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.radix import RadixSource
 from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.reasons import Fallback
@@ -109,7 +110,9 @@ class Steps:
     def attach(self, tree: TreeView) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
         if self.sharded is None:  # otherwise ranks tell each other what they share
-            self._prefixes.source.attach(tree)
+            source = self._prefixes.source
+            assert isinstance(source, RadixSource), "what requests share is known from the tree"
+            source.attach(tree)
             if self._expander is not None:
                 self._expander.attach(tree)
         if self._prefill is not None and self._prefill.transient is not None:

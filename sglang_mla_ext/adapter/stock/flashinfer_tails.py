@@ -65,7 +65,7 @@ class FlashInferTails:
 
     @staticmethod
     def _parts(values: torch.Tensor, requests: int) -> tuple[torch.Tensor, ...]:
-        return values.split([requests, requests, requests + 1, requests + 1])
+        return tuple(values.split([requests, requests, requests + 1, requests + 1]))
 
     def run(
         self,
@@ -84,7 +84,10 @@ class FlashInferTails:
         """`[slots, 1, kv_lora_rank + qk_rope_head_dim]`: the pool, or the rows that the plan names, fetched from it."""
         pool = self._backend.token_to_kv_pool
         if not self._fetches:
-            return pool.get_key_buffer(layer_id)
+            pages: torch.Tensor = pool.get_key_buffer(layer_id)
+            return pages
+        fp8 = fp8_rows(pool)
+        assert self._slots is not None and fp8 is not None, "planned, over an FP8 cache"
         rows = torch.empty(len(self._slots), self._rank + self._rope, dtype=self._dtype, device=self._slots.device)
-        fp8_rows(pool).fetch(layer_id, self._slots, rows)
+        fp8.fetch(layer_id, self._slots, rows)
         return rows[:, None]

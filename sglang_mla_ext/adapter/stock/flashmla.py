@@ -107,4 +107,4 @@ class FlashMLAStock:
         return FlashInferTails(self.backend, layers, self.backend.q_data_type)
 
     def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
-        return self.backend.enable_chunk_kv
+        return bool(self.backend.enable_chunk_kv)

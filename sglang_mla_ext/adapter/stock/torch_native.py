@@ -121,6 +121,7 @@ class TorchStock:
             q: `[tokens, heads * 576]`; k: `[tokens, 1, 576]`, latent rows of the new tokens.
         """
         fp8, lens = fp8_rows(self.backend.token_to_kv_pool), forward_batch.extend_seq_lens_cpu
+        assert fp8 is not None, "an FP8 cache"
         req_to_token = self.backend.req_to_token_pool.req_to_token
         queries = q.view(len(q), layer.tp_q_head_num, layer.qk_head_dim).split(lens)
         new_rows = k.view(len(k), layer.qk_head_dim).split(lens)

@@ -94,8 +94,8 @@ def test_short_answers_against_measured_servers():
 
 
 def test_short_answers_with_prefill_in_graphs_against_measured_servers():
-    """SGLang 0.5.23, with drafts and without. First tokens come some 100 ms later than predicted, ours and stock's. On a
-    slower host, whose records are excluded, short prompts with drafts are predicted a sixth too fast."""
+    """SGLang 0.5.23, with drafts and without. First tokens come some 100 ms later than predicted, ours and stock's.
+    On a slower host, whose records are excluded, short prompts with drafts are predicted a sixth too fast."""
     records = [json.loads(line) for line in (RESULTS / "rank-mixed.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
     assert len(found) >= 8 and any(record["case"].get("drafts") for record in found)
