@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from statistics import median
 from typing import Any
 
@@ -12,7 +11,7 @@ from bench.recipes import OUTCOMES, Row, recipes, rows
 from bench.records import Record, latest
 from sglang_mla_ext.adapter.launch.tested_configurations import MOST_RANKS, SERVER
 from sglang_mla_ext.configs import read_config
-from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.options import all_options
 
 OURS = "hybrid_mla"
 RANKS = {"TP 8": 8, "TP 16": 16, "DP attention": 1}
@@ -57,10 +56,9 @@ def prefix_memory(records: object) -> Iterator[Row]:
 
 def flags(records: object) -> Iterator[Row]:
     """Yield the extension's flags, their defaults and their help."""
-    for option in fields(HybridMLAOptions):
+    for option in all_options():
         default = "automatic" if option.default is None else option.default
-        flag = f"--hybrid-mla-{option.name.replace('_', '-')}"
-        yield {"flag": flag, "default": default, "meaning": option.metadata["help"], "records": []}
+        yield {"flag": option.flag, "default": default, "meaning": option.help, "records": []}
 
 
 def tested(records: object) -> Iterator[Row]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 
 import pytest
 
-from sglang_mla_ext.options import MODES, HybridMLAOptions, OptionError, add_flags, flags_to_env
+from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, all_options, flags_to_env
 
-NAMES = [option.name for option in fields(HybridMLAOptions)]
+OPTIONS = {option.name: option for option in all_options()}
+NAMES = list(OPTIONS)
 
 # option, text on the command line, value
 GOOD = [
@@ -38,14 +38,14 @@ GOOD = [
 
 # option, value, what the message says beside the flag
 BAD = [
-    ("prefix_memory_gb", -1.0, "must be 0 (never expand) or more"),
+    ("prefix_memory_gb", -1.0, "greater than or equal to 0"),
     ("prefix_dtype", "int8", "use one of auto, bf16, fp8_e4m3"),
-    ("min_prefix_len", 0, "at least 1"),
+    ("min_prefix_len", 0, "greater than or equal to 1"),
     ("mode", "fast", "use one of auto, absorb, naive, grouped_absorb"),
-    ("expand_tokens_per_step", 0, "at least 1"),
+    ("expand_tokens_per_step", 0, "greater than or equal to 1"),
     ("prefill_expand_tokens", 255, "must be 0 (never) or at least 256, a chunk"),
     ("prefill_expand_tokens", -1, "must be 0 (never) or at least 256, a chunk"),
-    ("verify_interval", -1, "must be 0 (never) or more"),
+    ("verify_interval", -1, "greater than or equal to 0"),
     ("dp_routing", "random", "use one of sglang, prefix"),
     ("prefix_sharding", "on", "use one of off, auto"),
     ("mixed_tokens", 63, "must be 0 (never mix) or at least 64, a page"),
@@ -122,7 +122,7 @@ def test_bad_values_name_the_flag_and_what_to_do(name: str, value: object, messa
 
 @pytest.mark.parametrize("name", ["prefix_memory_gb", "min_prefix_len", "expand_tokens_per_step"])
 def test_a_variable_that_is_no_number_is_named(name: str) -> None:
-    with pytest.raises(OptionError, match=f"{variable(name)}='many' does not parse"):
+    with pytest.raises(OptionError, match=rf"is 'many': it should be a valid .*{variable(name)}"):
         HybridMLAOptions.from_env({variable(name): "many"})
 
 
@@ -134,7 +134,7 @@ def test_the_parser_refuses_what_it_can(args: tuple[str, str], capsys: pytest.Ca
 
 
 def test_what_each_mode_allows() -> None:
-    modes = {mode: HybridMLAOptions(mode=mode) for mode in MODES}
+    modes = {mode: HybridMLAOptions(mode=mode) for mode in OPTIONS["mode"].choices}
     assert [mode for mode, options in modes.items() if options.may_expand] == ["auto", "naive"]
     assert [mode for mode, options in modes.items() if options.may_group] == ["auto", "grouped_absorb"]
 
@@ -143,3 +143,8 @@ def test_what_each_mode_allows() -> None:
 def test_a_memory_size_is_finite(text: str) -> None:
     with pytest.raises(OptionError):
         HybridMLAOptions.from_env({variable("prefix_memory_gb"): text})
+
+
+def test_an_option_that_there_is_not() -> None:
+    with pytest.raises(TypeError, match="no option is named speed"):
+        HybridMLAOptions(speed=2)
