@@ -84,7 +84,7 @@ class PrefillGraph:
     def attend(
         self,
         layer: RadixAttention,
-        q_nope: torch.Tensor,
+        q_nope: torch.Tensor | None,
         q_absorbed: torch.Tensor,
         q_rope: torch.Tensor,
         out: torch.Tensor,
@@ -92,13 +92,14 @@ class PrefillGraph:
         """Attend in one layer; what is over expanded prefixes is merged later.
 
         Args:
-            q_nope: `[rows, heads, qk_nope_head_dim]`, before absorption; q_absorbed: `[rows, heads, kv_lora_rank]`;
+            q_nope: `[rows, heads, qk_nope_head_dim]`, before absorption, None where nothing is expanded; q_absorbed: `[rows, heads, kv_lora_rank]`;
                 q_rope: `[rows, heads, qk_rope_head_dim]`, after rotation; one row per new token.
             out: `[rows, heads, kv_lora_rank]`, written: attention to the tails.
         """
         rows = len(q_absorbed)
         self._tails.run(layer, q_absorbed, q_rope, out, self._tail_lse[:rows])
         if self._plan is not None:
+            assert q_nope is not None, "something is expanded"
             shared_out, shared_lse = self._kept.out[:rows], self._kept.lse[:rows]
             parts = q_nope[:rows], q_rope
             self._plan.attend(self._layers[layer.layer_id], parts, shared_out, shared_lse)

@@ -252,7 +252,7 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         # SGLang's own buffer, where it has one: otherwise it copies the result.
         out = getattr(forward_batch, "_attn_output", None)
         out = q.new_empty(len(q), self._heads * layer.v_head_dim) if out is None else out.view(len(q), -1)
-        assert self._prefill_graph is not None and q_nope is not None, "a pass that absorbs in prefill"
+        assert self._prefill_graph is not None, "the pass absorbs in prefill"
         self._prefill_graph.attend(layer, q_nope, q, q_rope, out.view(len(q), self._heads, -1))
         return out
 

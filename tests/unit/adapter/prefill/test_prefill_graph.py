@@ -11,6 +11,7 @@ from test_transient import DN, DR, DV, HEADS, RANK, SCALE, SLOTS, View, make_lay
 
 from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
 from sglang_mla_ext.adapter.prefill.prefill_graph import PrefillGraph
+from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.kernels.dispatch import make_kept_part
 from sglang_mla_ext.kernels.memory import Memory
@@ -115,3 +116,16 @@ def test_an_idle_rank_merges_nothing() -> None:
     graph.begin(SimpleNamespace(extend_seq_lens_cpu=None), None)
     before = torch.randn(PADDED, HEADS * DV)
     assert torch.equal(graph.merge(before.clone()), before)
+
+
+def test_where_nothing_is_expanded_there_is_no_query_before_absorption() -> None:
+    """With an FP8 cache, whose rows SGLang's own attention does not read."""
+    seen: list[torch.Tensor] = []
+    tails = SimpleNamespace(run=lambda layer, q, q_rope, out, lse: (seen.append(q), out.copy_(q)))
+    kept = make_kept_part(MAX_ROWS, HEADS, DV, dtype=torch.float32, device="cpu")
+    backend = object.__new__(HybridMLABackend)
+    backend._prefill_graph, backend._heads = PrefillGraph([make_layer(7)], tails, kept), HEADS
+    query, rope = torch.randn(PADDED, HEADS, RANK), torch.randn(PADDED, HEADS, DR)
+    layer = SimpleNamespace(layer_id=7, v_head_dim=RANK)
+    out = backend._absorb_prefill(query, rope, None, layer, SimpleNamespace())
+    assert torch.equal(out.view(query.shape), query) and len(seen) == 1
