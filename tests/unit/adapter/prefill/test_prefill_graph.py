@@ -11,8 +11,8 @@ from test_transient import DN, DR, DV, HEADS, RANK, SCALE, SLOTS, View, make_lay
 
 from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
 from sglang_mla_ext.adapter.prefill.prefill_graph import PrefillGraph
-from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
+from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 from sglang_mla_ext.kernels.dispatch import make_kept_part
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
