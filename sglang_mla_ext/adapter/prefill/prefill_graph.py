@@ -92,8 +92,9 @@ class PrefillGraph:
         """Attend in one layer; what is over expanded prefixes is merged later.
 
         Args:
-            q_nope: `[rows, heads, qk_nope_head_dim]`, before absorption, None where nothing is expanded; q_absorbed: `[rows, heads, kv_lora_rank]`;
-                q_rope: `[rows, heads, qk_rope_head_dim]`, after rotation; one row per new token.
+            q_nope: `[rows, heads, qk_nope_head_dim]`, before absorption; None where nothing is expanded.
+            q_absorbed: `[rows, heads, kv_lora_rank]`; q_rope: `[rows, heads, qk_rope_head_dim]`, after rotation; one
+                row per new token.
             out: `[rows, heads, kv_lora_rank]`, written: attention to the tails.
         """
         rows = len(q_absorbed)
