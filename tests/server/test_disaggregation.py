@@ -7,9 +7,9 @@ A test sends each chat to both servers, as a router does. Answers come from the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import random
-from dataclasses import replace
 from string import ascii_letters
 
 import openai
@@ -67,8 +67,12 @@ pd_linear_stock = _server("pd_linear_stock", *STOCK, *LINEAR, *role("decode", "l
 pd_fp8_decode = _server("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=ENVIRONMENT, model=demo)
 
 
-def ask(prefill: Server, decode: Server, port: int, *chats: Chat) -> list[Answer]:
-    """Send chats at the same time (after their delays), each to both servers, and wait for all answers."""
+def ask(prefill: Server, decode: Server, port: int, *chats: Chat, together: bool = False) -> list[Answer]:
+    """Send chats at the same time, each to both servers, and wait for all answers.
+
+    Args:
+        together: the prefill server begins none before it has taken all.
+    """
 
     async def one(clients: list[openai.AsyncOpenAI], chat: Chat) -> Answer:
         room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": random.getrandbits(62)}
@@ -76,7 +80,11 @@ def ask(prefill: Server, decode: Server, port: int, *chats: Chat) -> list[Answer
 
     async def all_of_them() -> list[Answer]:
         async with prefill.client() as first, decode.client() as second:
-            return list(await asyncio.gather(*(one([first, second], chat) for chat in chats)))
+            with prefill.paused() if together else contextlib.nullcontext():
+                answers = asyncio.gather(*(one([first, second], chat) for chat in chats))
+                if together:
+                    await prefill.has_taken(len(chats))
+            return list(await answers)
 
     return asyncio.run(all_of_them())
 
@@ -95,14 +103,13 @@ FIRST = [Chat(SYSTEM, f"1: {question(13)}", 1), Chat(OTHER_SYSTEM, f"1: {questio
 
 def ask_until_prefilled(prefill: Server, decode: Server, port: int) -> tuple[list[Chat], list[Answer]]:
     """Ask until the prefill server has computed something over an expanded prefix: it expands one when several requests
-    hold it at once, and holds each for a moment only. So they come at once first, and then more and more apart: how
-    much that must be depends on how fast the machine is. Returns all chats and their answers."""
+    hold it at once, and holds each for a moment only, so it begins them together. Returns all chats and their answers.
+    """
     chats, answers = [], []
     before = prefill.info()["counters"]["prefills_naive"]
     for attempt in range(8):
-        asked = [replace(chat, delay_s=0.06 * attempt * i) for i, chat in enumerate(chats_of(attempt))]
-        answers += ask(prefill, decode, port, *asked)
-        chats += asked
+        chats += (asked := chats_of(attempt))
+        answers += ask(prefill, decode, port, *asked, together=True)
         if prefill.info()["counters"]["prefills_naive"] > before:
             return chats, answers
     raise AssertionError("no prefill over an expanded prefix")
