@@ -141,5 +141,7 @@ def commit() -> str | None:
 
 
 def own_command() -> str:
-    """This process's command line, the script's path relative to the working folder."""
-    return shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    """Return this process's command line: the script's path relative to the working folder, and of absolute paths their
+    last part, which no machine is told by."""
+    arguments = [Path(each).name if each.startswith("/") else each for each in sys.argv[1:]]
+    return shlex.join(["python", os.path.relpath(sys.argv[0]), *arguments])
