@@ -8,12 +8,13 @@ to its variable, so the processes that SGLang spawns read the same values.
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import field, fields
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, ValidationError
 from pydantic.dataclasses import dataclass
 
 ENV_PREFIX = "SGLANG_HYBRID_MLA_"
@@ -27,20 +28,29 @@ def _option(default: Any, meaning: str) -> Any:
     return field(default=default, metadata={"help": meaning})
 
 
-def _zero_or_at_least(least: int, words: str) -> AfterValidator:
-    def check(value: int) -> int:
-        if value != 0 and value < least:
-            raise ValueError(f"must be {words}")
+def _must(fits: Callable[[Any], bool], words: str) -> AfterValidator:
+    """Return a check of a number; words: what it must be."""
+
+    def check(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(words)
         return value
 
     return AfterValidator(check)
+
+
+Gib = Annotated[float, _must(lambda gib: 0 <= gib < math.inf, "0 (never expand) or more, and finite")]
+Chunks = Annotated[int, _must(lambda tokens: tokens == 0 or tokens >= 256, "0 (never) or at least 256, a chunk")]
+Pages = Annotated[int, _must(lambda tokens: tokens == 0 or tokens >= 64, "0 (never mix) or at least 64, a page")]
+Interval = Annotated[int, _must(lambda steps: steps >= 0, "0 (never) or more")]
+Tokens = Annotated[int, _must(lambda tokens: tokens >= 1, "at least 1")]
 
 
 @dataclass(frozen=True)
 class _Options:
     """Each option: its type and range, its default and what it means, as the flag's help and the docs have it."""
 
-    prefix_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = _option(
+    prefix_memory_gb: Gib | None = _option(
         None,
         "GiB for expanded shared prefixes and our own buffers, taken out of the KV cache's budget (default: a "
         "quarter of it where that holds 8,192 tokens, otherwise nothing; 0 never expands)",
@@ -48,29 +58,25 @@ class _Options:
     prefix_dtype: Literal["auto", "bf16", "fp8_e4m3"] = _option(
         "auto", "storage of expanded prefixes (auto: as the KV cache)"
     )
-    min_prefix_len: Annotated[int, Field(ge=1)] = _option(256, "the shortest prefix that is shared, in tokens")
+    min_prefix_len: Tokens = _option(256, "the shortest prefix that is shared, in tokens")
     mode: Literal["auto", "absorb", "naive", "grouped_absorb"] = _option(
         "auto",
         "how to attend to a shared prefix: auto (cheapest by the cost model), naive (always expanded), "
         "grouped_absorb (never expanded, read once for several requests), absorb (never expanded)",
     )
-    expand_tokens_per_step: Annotated[int, Field(ge=1)] = _option(
-        4096, "the most prefix tokens expanded before one forward pass"
+    expand_tokens_per_step: Tokens = _option(4096, "the most prefix tokens expanded before one forward pass")
+    prefill_expand_tokens: Chunks | None = _option(
+        None,
+        "tokens that a prefill pass expands at a time for itself, of what its requests share and no memory keeps "
+        "expanded, in whole chunks of 256 (0: SGLang expands that for each request; default: 8192, or up to 32768 "
+        "with few heads, with DP attention and where prefill runs in CUDA graphs, else 0)",
     )
-    prefill_expand_tokens: Annotated[int, _zero_or_at_least(256, "0 (never) or at least 256, a chunk")] | None = (
-        _option(
-            None,
-            "tokens that a prefill pass expands at a time for itself, of what its requests share and no memory keeps "
-            "expanded, in whole chunks of 256 (0: SGLang expands that for each request; default: 8192, or up to 32768 "
-            "with few heads, with DP attention and where prefill runs in CUDA graphs, else 0)",
-        )
-    )
-    verify_interval: Annotated[int, Field(ge=0)] = _option(
+    verify_interval: Interval = _option(
         0,
         "every so many decode steps, one layer's shared attention is computed again by plain absorb and compared "
         "(0: never)",
     )
-    mixed_tokens: Annotated[int, _zero_or_at_least(64, "0 (never mix) or at least 64, a page")] | None = _option(
+    mixed_tokens: Pages | None = _option(
         None,
         "the most new prompt tokens computed in one decode step (mixed steps), in whole pages of 64 (0: prefill "
         "always has passes of its own; default: by the cost model, 256 to 1024 where decode runs in CUDA graphs, "
@@ -89,7 +95,7 @@ class _Options:
 
 
 class HybridMLAOptions(_Options):
-    """What a user can set."""
+    """Options that a user can set."""
 
     def __init__(self, **given: Any) -> None:
         """
@@ -97,7 +103,7 @@ class HybridMLAOptions(_Options):
             OptionError: a value is of another type, or out of range.
             TypeError: there is no such option.
         """
-        if unknown := given.keys() - {option.name for option in all_options()}:
+        if unknown := given.keys() - OPTIONS.keys():
             raise TypeError(f"no option is named {', '.join(unknown)}")
         try:
             super().__init__(**given)
@@ -134,7 +140,7 @@ class HybridMLAOptions(_Options):
         """
         env = os.environ if env is None else env
         return cls(
-            **{option.name: env[option.variable] for option in all_options() if env.get(option.variable, "") != ""}
+            **{option.name: env[option.variable] for option in OPTIONS.values() if env.get(option.variable, "") != ""}
         )
 
 
@@ -160,8 +166,7 @@ class Option(NamedTuple):
         return ENV_PREFIX + self.name.upper()
 
 
-def all_options() -> Iterator[Option]:
-    """Yield all options."""
+def _all_options() -> Iterator[Option]:
     hints = get_type_hints(_Options)  # without what Annotated adds
     for each in fields(_Options):
         hint = hints[each.name]
@@ -170,17 +175,23 @@ def all_options() -> Iterator[Option]:
         yield Option(each.name, kind, choices, each.default, each.metadata["help"])
 
 
+OPTIONS = {option.name: option for option in _all_options()}
+
+
 def _message(error: Any) -> str:
     """Return what pydantic found of one option, as a user reads it."""
-    option = next(option for option in all_options() if option.name == error["loc"][0])
-    said = f"use one of {', '.join(option.choices)}" if option.choices else error["msg"].removeprefix("Value error, ")
-    return f"{option.flag} is {error['input']!r}: {said.replace('Input should', 'it should')} (also {option.variable})."
+    option, found = OPTIONS[error["loc"][0]], error["input"]
+    if error["type"] == "value_error":
+        return f"{option.flag} must be {error['ctx']['error']}."
+    if option.choices:
+        return f"{option.flag} is {found!r}; use one of {', '.join(option.choices)}."
+    return f"{option.variable}={found!r} does not parse: {error['msg']}."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag for each option to SGLang's own parser."""
     group = parser.add_argument_group("hybrid_mla", "Options of --attention-backend hybrid_mla (sglang-mla-ext).")
-    for option in all_options():
+    for option in OPTIONS.values():
         group.add_argument(
             option.flag,
             dest="hybrid_mla_" + option.name,
@@ -194,7 +205,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def flags_to_env(args: argparse.Namespace, env: MutableMapping[str, str] | None = None) -> None:
     """Write the flags that were given to their environment variables."""
     env = os.environ if env is None else env
-    for option in all_options():
+    for option in OPTIONS.values():
         value = getattr(args, "hybrid_mla_" + option.name, None)
         if value is not None:
             env[option.variable] = str(value)
@@ -202,4 +213,4 @@ def flags_to_env(args: argparse.Namespace, env: MutableMapping[str, str] | None 
 
 def given(env: Mapping[str, str]) -> list[str]:
     """Return the flags whose variables are set, whether by the flags or by the user."""
-    return [option.flag for option in all_options() if env.get(option.variable)]
+    return [option.flag for option in OPTIONS.values() if env.get(option.variable)]

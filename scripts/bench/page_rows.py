@@ -11,7 +11,7 @@ from bench.recipes import OUTCOMES, Row, recipes, rows
 from bench.records import Record, latest
 from sglang_mla_ext.adapter.launch.tested_configurations import MOST_RANKS, SERVER
 from sglang_mla_ext.configs import read_config
-from sglang_mla_ext.options import all_options
+from sglang_mla_ext.options import OPTIONS
 
 OURS = "hybrid_mla"
 RANKS = {"TP 8": 8, "TP 16": 16, "DP attention": 1}
@@ -56,7 +56,7 @@ def prefix_memory(records: object) -> Iterator[Row]:
 
 def flags(records: object) -> Iterator[Row]:
     """Yield the extension's flags, their defaults and their help."""
-    for option in all_options():
+    for option in OPTIONS.values():
         default = "automatic" if option.default is None else option.default
         yield {"flag": option.flag, "default": default, "meaning": option.help, "records": []}
 

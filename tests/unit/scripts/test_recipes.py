@@ -133,7 +133,7 @@ def test_a_model_that_nobody_knows(examined: dict[str, Any]) -> None:
     [
         ("nonsense", "SGLang does not know --no-such-flag."),
         ("sglang's", "SGLang itself: "),
-        ("option", "--hybrid-mla-min-prefix-len is '0': it should be greater than or equal to 1"),
+        ("option", "--hybrid-mla-min-prefix-len must be at least 1."),
         ("other model", "the model does not use Multi-head Latent Attention: choose another --attention-backend."),
     ],
 )
