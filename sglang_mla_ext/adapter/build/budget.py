@@ -153,7 +153,7 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
         qk_rope_head_dim=model.first.qk_rope_head_dim,
         dtype=model.dtype if model.fp8 else model.cache_dtype,
         grouped=server.uses_grouped,
-        max_rows=max_rows(requests, query_tokens, server.mixed_tokens, alone=server.dp_ranks > 1),
+        max_rows=step_rows(requests, server),
         max_requests=max_requests(requests + server.mixed_tokens),
         max_tokens=max_tokens(model.context_len, query_tokens),
         programs=multiprocessors(model.device),
@@ -200,6 +200,11 @@ def naive_tiles(rates: GpuRates, dtype: torch.dtype) -> Sequence[Mapping[str, in
 def needs_latent(server: Server, *, stock_decodes: bool) -> bool:
     """Whether there are steps that are not the stock backend's."""
     return server.options.may_expand or server.uses_grouped or not stock_decodes
+
+
+def step_rows(requests: int, server: Server) -> int:
+    """Return `max_rows` of a server whose pool has so many requests."""
+    return max_rows(requests, server.query_tokens, server.mixed_tokens, alone=server.dp_ranks > 1)
 
 
 def max_rows(requests: int, query_tokens: int, mixed_tokens: int = 0, *, alone: bool = False) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sglang_mla_ext.adapter.build.budget import max_rows
+from sglang_mla_ext.adapter.build.budget import max_rows, step_rows
 from sglang_mla_ext.adapter.build.model import Model
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.kernels.memory import Memory
@@ -54,8 +54,7 @@ class Context:
     @cached_property
     def step_rows(self) -> int:
         """Rows of a step that shares."""
-        server = self.server
-        return max_rows(self.requests, server.query_tokens, server.mixed_tokens, alone=server.dp_ranks > 1)
+        return step_rows(self.requests, self.server)
 
     @cached_property
     def step_requests(self) -> int:

@@ -14,6 +14,7 @@ from sglang_mla_ext.adapter.build import budget
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.launch import features, limits, mixed_steps, models
+from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.session import Session, process
 from sglang_mla_ext.kernels.memory import Memory
@@ -120,12 +121,9 @@ def after_graph_sizes(
     """SGLang captures no decode graph of more rows than it has places for requests."""
     if runner.is_draft_worker:
         return None
-    options, resolved = HybridMLAOptions.from_env(), installed.resolved(runner.server_args)
-    tokens = mixed_steps.tokens(resolved, options, on_gpu=runner.device == "cuda")
-    each = installed.draft_tokens(resolved)
-    alone = installed.dp_attention_ranks(resolved) > 1
-    most = budget.max_rows(sizes[0][-1], each, tokens, alone=alone) // each
-    return mixed_steps.graph_sizes(sizes[0], most, each), sizes[1]
+    server = Server.of(runner.server_args, HybridMLAOptions.from_env(), on_gpu=runner.device == "cuda")
+    most = budget.step_rows(sizes[0][-1], server) // server.query_tokens
+    return mixed_steps.graph_sizes(sizes[0], most, server.query_tokens), sizes[1]
 
 
 def around_eager_registry(session: Session, original: Callable[..., Any], **kwargs: Any) -> Any:

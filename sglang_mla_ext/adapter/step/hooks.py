@@ -33,6 +33,11 @@ BEFORE, AFTER, AROUND = "before", "after", "around"
 
 SESSION, ADMISSION, PAIRED, NONE = "session", "admission", "paired", ""
 """First argument of a hook. Without a session, hooks that get it or a part of it do nothing."""
+PARTS: dict[str, Callable[[Session], Any]] = {
+    SESSION: lambda session: session,
+    ADMISSION: lambda session: session.admission,
+    PAIRED: lambda session: session.admission.paired,
+}
 
 
 class Hook(NamedTuple):
@@ -278,12 +283,7 @@ def _with_session(hook: Hook) -> Callable[..., Any]:
     if hook.of == NONE:
         return hook.call
     call, around = hook.call, hook.kind == AROUND
-    parts: dict[str, Callable[[Session], Any]] = {
-        SESSION: lambda session: session,
-        ADMISSION: lambda session: session.admission,
-        PAIRED: lambda session: session.admission.paired,
-    }
-    of = parts[hook.of]
+    of = PARTS[hook.of]
 
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
