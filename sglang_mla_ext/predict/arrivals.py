@@ -216,6 +216,7 @@ def serve(
         drafts: steps verify drafts.
     """
     draw, warm = random.Random(0), 2 * traffic.steps
+    most = most_waiting(mixed_tokens, drafts=drafts)
     dealt = [traffic.requests // ranks + (rank < traffic.requests % ranks) for rank in range(ranks)]
     of = [_Rank(running, Counter(draw.randrange(warm - 2) for _ in range(running))) for running in dealt]
     now, began = 0.0, 0.0
@@ -227,7 +228,6 @@ def serve(
         if not any(rank.running or rank.waiting for rank in of):
             now = min(rank.sent[0] for rank in of if rank.sent)
             continue
-        most = most_waiting(mixed_tokens, drafts=drafts)
         in_pass = [rank for rank in of if rank.wait > most] if prefill is not None else []
         decoding = [rank for rank in of if rank not in in_pass]
         running, new = sum(rank.running for rank in decoding), 0

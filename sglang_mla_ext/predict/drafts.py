@@ -18,16 +18,12 @@ class Drafting:
     """Time of the layer that drafts for a deployment; none without drafts."""
 
     def __init__(self, of: Deployment) -> None:
-        self._others = max(of.query_tokens - 2, 0)
-        self._drafts = of.query_tokens > 1
-        if self._drafts:
+        self._passes: list[Deployment] = []
+        if of.query_tokens > 1:
             config = {**of.config, "first_k_dense_replace": 0} | {name: 1 for name in LAYERS if name in of.config}
-            self._verified = replace(of, config=config, prefix_sharding=False)
-            self._one = replace(self._verified, query_tokens=1)
+            verified = replace(of, config=config, prefix_sharding=False)
+            self._passes = [verified, *[replace(verified, query_tokens=1)] * (of.query_tokens - 2)]
 
     def seconds(self, requests: int, prompt: int, tail: int) -> float:
         """Return the seconds of drafting beside a verify step; arguments are those of `step.predict`."""
-        if not self._drafts:
-            return 0.0
-        each = predict(self._one, PLAIN, requests, prompt, tail).seconds if self._others else 0.0
-        return predict(self._verified, PLAIN, requests, prompt, tail).seconds + self._others * each
+        return sum(predict(each, PLAIN, requests, prompt, tail).seconds for each in self._passes)

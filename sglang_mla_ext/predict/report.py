@@ -245,7 +245,9 @@ def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, reque
     cover = of.cover(of.per_rank(running["chosen"]), prompt, chunks)
     plain = predict(of, PLAIN, running["absorb"], prompt, asked.tail)
     shared = predict(of, cover, running["chosen"], prompt, asked.tail)
-    rest = {"absorb": plain.rest, "chosen": shared.rest}
+    drafting = Drafting(of)
+    drafts = {way: drafting.seconds(running[way], prompt, asked.tail) for way in running}
+    rest = {"absorb": plain.rest + drafts["absorb"], "chosen": shared.rest + drafts["chosen"]}
     if asked.step_ms is not None:
         measured = asked.step_ms * 1e-3 - plain.attention
         rest = dict.fromkeys(rest, measured)
@@ -254,15 +256,10 @@ def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, reque
                 f"--step-ms {asked.step_ms:g} is less than attention alone is predicted to take, "
                 f"{plain.attention * 1e3:.2f} ms: check that it is a step without sharing, of this --prefix and --batch"
             )
-    drafting = Drafting(of)
-    drafts = {
-        way: drafting.seconds(running[way], prompt, asked.tail) if asked.step_ms is None else 0.0 for way in running
-    }
     parts = {kind: seconds * 1e3 for kind, seconds in plain.products.items()}
     parts |= {"drafts": drafts["absorb"] * 1e3} if drafts["absorb"] else {}
     parts |= {"exchanges": plain.exchanges * 1e3, "overhead": plain.overhead * 1e3}
     parts |= {"states": plain.states * 1e3} if of.has_states else {}
-    rest = {way: seconds + drafts[way] for way, seconds in rest.items()}
     steps = {"absorb": plain.attention + rest["absorb"], "chosen": shared.attention + rest["chosen"]}
     rates = {name: running[name] * asked.accepted / seconds for name, seconds in steps.items()}
     return {

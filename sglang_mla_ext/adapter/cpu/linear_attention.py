@@ -66,9 +66,9 @@ def before_load(runner: ModelRunner, *args: Any) -> None:
     FusedRMSNormGated.forward = gated_norm
     # Kimi-K3's: a residual that is a mixture of those before it.
     attn_residual._mix_fused = attn_residual.aggregate_stream_torch
-    setattr(torch.cuda, "Stream", _NoStream)  # noqa: B010 # a type checker takes both for mistakes
+    torch.cuda.Stream = _NoStream  # type: ignore[assignment, misc]
     # SGLang pins which states it keeps, without asking.
-    setattr(torch.Tensor, "pin_memory", lambda tensor, *args: tensor)  # noqa: B010
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign]
 
 
 class _NoStream:

@@ -24,7 +24,7 @@ FETCHED_TOKENS = 32 * CHUNK_TOKENS
 
 
 class HasSlots(Protocol):
-    """What knows the slots of tokens."""
+    """Lookup of the slots of tokens."""
 
     def slots(self, node: Any, node_end: int, start: int, end: int, /) -> torch.Tensor:
         """Return the slots `[end - start]` of tokens of the path that ends in a node."""

@@ -244,7 +244,7 @@ def test_mixed_steps_save_the_passes():
 
 
 def test_drafts_add_several_tokens_a_step():
-    """What waits longer than one verify step takes a pass; drafting is part of a step."""
+    """Tokens that wait longer than one verify step take a pass; drafting is part of a step."""
     drafts, traffic = replace(EIGHT, query_tokens=4), replace(SHORT, accepted=2.5)
     assert traffic.steps == 1 + round((SHORT.answer - 1) / 2.5)
     for one in (SHORT, traffic):  # between two requests are 3.5 steps

@@ -180,9 +180,8 @@ def test_every_token_is_covered_once_and_segments_are_sound(batch: Batch, name: 
         assert segment.rows == batch.rows_below(node), "all rows that hold the tokens, and no others"
         if segment.mode is Mode.NAIVE:
             assert gains.naive is not None and segment.start % CHUNK == 0
-            of_path = (
-                batch.ends[node] if batch.expanded is None else max(map(batch.expanded.__getitem__, batch.path(node)))
-            )
+            expanded = batch.expanded
+            of_path = batch.ends[node] if expanded is None else max(expanded[each] for each in batch.path(node))
             assert segment.end <= of_path, "it may end in a node above, as far as that is expanded"
         else:
             assert gains.grouped is not None and segment.start % PAGE == segment.end % PAGE == 0
