@@ -36,6 +36,7 @@ def make_shared_attention(
     device: torch.device | str,
     tiles: Sequence[Mapping[str, int]] = (),
     portable: bool = False,
+    plan_rows: int = 0,
     segments_per_row: int = 1,
     memory: Memory | None = None,
 ) -> SharedAttention:
@@ -45,6 +46,7 @@ def make_shared_attention(
         tiles: fields of `naive.tiles.Tile`, smallest first, for the Hopper kernel: as calibrated for this GPU and the
             dtype of `buffers`. By default those that are best on an H200, and always for heads wider than 128.
         portable: use the kernel for any GPU also where there is one for this GPU.
+        plan_rows: rows of plans that `make_plan` makes, if that is more than `max_rows`.
         segments_per_row: segments that a row is in on average, at most: each one more costs `max_rows` partials.
         memory: where the large buffers are allocated.
     Raises:
@@ -53,7 +55,8 @@ def make_shared_attention(
     device = torch.device(device)
     if buffers.device.type != device.type:
         raise ValueError(f"the expanded prefixes are on {buffers.device}, not on {device}")
-    sizes = dict(max_rows=max_rows, heads=heads, segments_per_row=segments_per_row, memory=memory)
+    sizes: dict[str, Any] = dict(max_rows=max_rows, heads=heads, plan_rows=plan_rows)
+    sizes |= dict(segments_per_row=segments_per_row, memory=memory)
     if device.type != "cuda":
         return TorchSharedAttention(buffers, **sizes)
     if portable or not sm90_naive.supports(buffers):
@@ -70,10 +73,11 @@ def workspace_bytes(
     chunks: int,
     device: torch.device | str,
     tiles: Sequence[Mapping[str, int]] = (),
+    plan_rows: int = 0,
     segments_per_row: int = 1,
 ) -> int:
     """The most that `make_shared_attention` allocates beside the buffers, known before they exist."""
-    sizes = dict(max_rows=max_rows, heads=heads, v_head_dim=v_head_dim)
+    sizes = dict(max_rows=max_rows, heads=heads, v_head_dim=v_head_dim, plan_rows=plan_rows)
     device = torch.device(device)
     if device.type == "cuda":
         return TritonSharedAttention.workspace_bytes_for(

@@ -32,8 +32,8 @@ from .schedule import WorkListCapacity, build_work_list
 
 
 class SharedAttention(Protocol):
-    """The interface. Rows are rows of the batch, at most `max_rows`; T rows of a call may be fewer, but must include
-    every row of the plan. Errors of shape or plan are ValueErrors.
+    """The interface. Rows are rows of the batch, at most `max_rows`, or `plan_rows` with a plan of `make_plan`. T rows
+    of a call may be fewer, but must include every row of the plan. Errors of shape or plan are ValueErrors.
 
     Attributes:
         runs_beside_tails: `run` is to be called before the attention to tails, beside which it runs then.
@@ -109,19 +109,22 @@ class TorchSharedAttention:
         *,
         max_rows: int,
         heads: int,
+        plan_rows: int = 0,
         segments_per_row: int = 1,
         memory: Memory | None = None,
     ) -> None:
         """Args:
+        plan_rows: rows of plans that `make_plan` makes, if that is more than `max_rows`.
         segments_per_row: segments that a row is in on average, at most.
         memory: where the results of shared parts are allocated.
         """
         check_heads(buffers, heads)
         self._buffers, self._max_rows, self._segments_per_row = buffers, max_rows, segments_per_row
+        self._plan_rows = max(plan_rows, max_rows)
         self._segments: list[Segment] = []
-        shape = (max_rows, heads, buffers.v_head_dim)
+        shape = (self._plan_rows, heads, buffers.v_head_dim)
         memory = memory or Memory()
-        self._shared_out = memory.zeros(*shape, dtype=torch.float32, device=buffers.device)  # [max_rows, H, dv]
+        self._shared_out = memory.zeros(*shape, dtype=torch.float32, device=buffers.device)  # [rows, H, dv]
         self._shared_lse = torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=buffers.device)
 
     @property
@@ -129,20 +132,23 @@ class TorchSharedAttention:
         return tensor_bytes(self._shared_out, self._shared_lse)
 
     @staticmethod
-    def workspace_bytes_for(*, max_rows: int, heads: int, v_head_dim: int) -> int:
+    def workspace_bytes_for(*, max_rows: int, heads: int, v_head_dim: int, plan_rows: int = 0) -> int:
         """`workspace_bytes` of an object with these sizes, before it exists."""
-        return 4 * max_rows * heads * (v_head_dim + 1)
+        return 4 * max(max_rows, plan_rows) * heads * (v_head_dim + 1)
 
     def try_out(self, query_dtype: torch.dtype) -> None:
         try_sizes(self, self._buffers, {1}, query_dtype)
 
     def plan(self, segments: Sequence[Segment], rows: int | None = None) -> None:
-        self._segments = self.make_plan(segments, rows or self._max_rows)
+        self._segments = self._checked(segments, self._max_rows)
 
     def make_plan(self, segments: Sequence[Segment], rows: int) -> list[Segment]:
+        return self._checked(segments, self._plan_rows)
+
+    def _checked(self, segments: Sequence[Segment], max_rows: int) -> list[Segment]:
         sizes = dict(heads=1, block_rows=1, target_items=1)
         capacity = WorkListCapacity.compute(
-            max_rows=self._max_rows, chunks=self._buffers.chunks, segments_per_row=self._segments_per_row, **sizes
+            max_rows=max_rows, chunks=self._buffers.chunks, segments_per_row=self._segments_per_row, **sizes
         )
         check_chunks(segments, self._buffers.chunks)
         build_work_list(segments, block_keys=CHUNK_TOKENS, capacity=capacity, **sizes)
@@ -188,18 +194,21 @@ class TorchSharedAttention:
         return out
 
 
-def try_sizes(attention: SharedAttention, buffers: ExpandedBuffers, sizes: set[int], dtype: torch.dtype) -> None:
-    """`run` and `merge`, without and with lse, for batches of these sizes under an empty plan."""
-    for rows in sorted(sizes):
+def try_sizes(
+    attention: SharedAttention, buffers: ExpandedBuffers, sizes: set[int], dtype: torch.dtype, plan_rows: int = 0
+) -> None:
+    """`run` and `merge`, without and with lse, for batches of these sizes under an empty plan, and for one of
+    `plan_rows` under an empty plan of its own."""
+    for rows in sorted(sizes | {plan_rows} - {0}):
         q_nope, q_rope, out = (
             torch.zeros(rows, buffers.heads, dim, dtype=dtype, device=buffers.device)
             for dim in (buffers.qk_nope_head_dim, buffers.qk_rope_head_dim, buffers.v_head_dim)
         )
-        attention.plan([], rows)
-        attention.run(0, q_nope, q_rope, 1.0)
+        plan = attention.make_plan([], rows) if rows == plan_rows else attention.plan([], rows)
+        attention.run(0, q_nope, q_rope, 1.0, plan)
         tail_lse = torch.zeros(rows, buffers.heads, device=buffers.device)
-        attention.merge(out, tail_lse, out)  # as decode calls it
-        attention.merge(out, tail_lse, out, tail_lse)  # as prefill does
+        attention.merge(out, tail_lse, out, plan=plan)  # as decode calls it
+        attention.merge(out, tail_lse, out, tail_lse, plan=plan)  # as prefill does
     attention.plan([])
 
 

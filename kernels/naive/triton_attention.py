@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,7 +46,12 @@ class DevicePlan:
 
     tiles: tuple[Tile, ...]
     work: Tensor  # int32, see schedule.WorkList
-    table: PartialTable  # in it
+    capacity: WorkListCapacity  # of it
+
+    @cached_property
+    def table(self) -> PartialTable:
+        """The table of partials in it."""
+        return self.capacity.table_of(self.work)
 
 
 class TritonSharedAttention:
@@ -68,6 +73,7 @@ class TritonSharedAttention:
         kernel: NaiveKernel = triton_naive,
         tiles: Sequence[Tile] = (),
         num_ctas: int | None = None,
+        plan_rows: int = 0,
         segments_per_row: int = 1,
         memory: Memory | None = None,
     ) -> None:
@@ -75,6 +81,7 @@ class TritonSharedAttention:
         kernel: the one to launch; it must take these buffers. dispatch.py knows which.
         tiles: block sizes, smallest first; by default those that are best for this kernel on an H200.
         num_ctas: programs of the persistent grid; by default as many as the GPU runs at once.
+        plan_rows: rows of plans that `make_plan` makes, if that is more than `max_rows`; each is in one segment.
         segments_per_row: segments that a row is in on average, at most: each one more costs `max_rows` partials.
         memory: where partials and the work list are allocated; a work list of zeros is an empty one.
         """
@@ -83,18 +90,19 @@ class TritonSharedAttention:
         self._kernel, self._tiles = kernel, tuple(tiles) or kernel.tiles_of(buffers)
         self._num_ctas = {tile: num_ctas or triton_naive.resident_ctas(device, tile) for tile in self._tiles}
         self._buffers, self._heads, self._max_rows = buffers, heads, max_rows
-        self._capacity = self._compute_capacity(max_rows, heads, buffers.chunks, self._num_ctas, segments_per_row)
+        sizes = heads, buffers.chunks, self._num_ctas
+        self._capacity, self._plan_capacity = self._capacities(max_rows, plan_rows, segments_per_row, *sizes)
         self._layers = {
             tile: [kernel.LayerKeys.of(buffers, layer, tile) for layer in range(buffers.layers)] for tile in self._tiles
         }
 
-        partials = (self._capacity.max_partial_rows, heads, buffers.v_head_dim)
+        partials = (self._plan_capacity.max_partial_rows, heads, buffers.v_head_dim)
         zeros = partial((memory or Memory()).zeros, device=device)
         self._partial_out = zeros(*partials, dtype=torch.float32)  # [P, H, dv]
         self._partial_lse2 = zeros(*partials[:2], dtype=torch.float32)  # [P, H]
         self._work = zeros(self._capacity.size, dtype=torch.int32)
         self._launched = cache(partial(launched_tiles, tiles=self._tiles))  # asked for in every layer
-        self._planned = DevicePlan(self._launched(max_rows), self._work, self._capacity.table_of(self._work))
+        self._planned = DevicePlan(self._launched(max_rows), self._work, self._capacity)
         self._has_work = False
 
         self._cuda = device.type == "cuda"
@@ -116,18 +124,20 @@ class TritonSharedAttention:
         v_head_dim: int,
         chunks: int,
         sm_count: int,
+        plan_rows: int = 0,
         segments_per_row: int = 1,
         tiles: Sequence[Tile] = (),
     ) -> int:
         """The most that `workspace_bytes` of an object with these sizes is, before it exists, whether it gets these
         tiles or the default ones."""
         num_ctas = {tile: tile.ctas_per_sm * sm_count for tile in (*triton_naive.TILES, LARGEST_TILE, *tiles)}
-        capacity = cls._compute_capacity(max_rows, heads, chunks, num_ctas, segments_per_row)
-        return 4 * (capacity.max_partial_rows * heads * (v_head_dim + 1) + capacity.size)
+        capacity, of_plans = cls._capacities(max_rows, plan_rows, segments_per_row, heads, chunks, num_ctas)
+        return 4 * (of_plans.max_partial_rows * heads * (v_head_dim + 1) + capacity.size)
 
     def try_out(self, query_dtype: torch.dtype) -> None:
         sizes = {1, self._max_rows, *(min(tile.block_rows, self._max_rows) for tile in self._tiles)}
-        try_sizes(self, self._buffers, sizes, query_dtype)
+        plan_rows = self._plan_capacity.max_rows
+        try_sizes(self, self._buffers, sizes, query_dtype, plan_rows if plan_rows > self._max_rows else 0)
 
     def plan(self, segments: Sequence[Segment], rows: int | None = None) -> None:
         tiles = self._launched(rows or self._max_rows)
@@ -135,7 +145,7 @@ class TritonSharedAttention:
             staging = self._staging[self._next_staging]
             if (copied := self._copied[self._next_staging]) is not None:
                 copied.synchronize()  # the copy of the plan before the last one: done long ago
-            used = self._build(segments, best_tile(segments, tiles), staging.numpy()).used
+            used = self._build(segments, best_tile(segments, tiles), self._capacity, staging.numpy()).used
             self._work[:used].copy_(staging[:used], non_blocking=True)
             if self._cuda:
                 self._copied[self._next_staging] = torch.cuda.current_stream(self._work.device).record_event(copied)
@@ -145,12 +155,12 @@ class TritonSharedAttention:
     def make_plan(self, segments: Sequence[Segment], rows: int) -> DevicePlan:
         tile = best_tile(segments, self._launched(rows))
         if self._scratch is None:  # made once: a list has room for the largest plan
-            self._scratch = np.empty(self._capacity.size, np.int32)
-        work = self._build(segments, tile, self._scratch)
+            self._scratch = np.empty(self._plan_capacity.size, np.int32)
+        work = self._build(segments, tile, self._plan_capacity, self._scratch)
         host = torch.from_numpy(work.buffer[: work.used])
         host = host.pin_memory() if self._cuda else host.clone()
         on_device = host.to(self._work.device, non_blocking=True)
-        return DevicePlan((tile,), on_device, self._capacity.table_of(on_device))
+        return DevicePlan((tile,), on_device, self._plan_capacity)
 
     def run(
         self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float, plan: DevicePlan | None = None
@@ -166,7 +176,7 @@ class TritonSharedAttention:
                 q_rope,
                 self._layers[tile][layer],
                 plan.work,
-                self._capacity,
+                plan.capacity,
                 self._partial_out,
                 self._partial_lse2,
                 softmax_scale=softmax_scale,
@@ -187,29 +197,30 @@ class TritonSharedAttention:
         table = (plan or self._planned).table
         return merge(tail_out, tail_lse, self._partial_out, self._partial_lse2, table, out, lse, watched=watched)
 
-    def _build(self, segments: Sequence[Segment], tile: Tile, out: np.ndarray | None = None) -> WorkList:
+    def _build(self, segments: Sequence[Segment], tile: Tile, capacity: WorkListCapacity, out: np.ndarray) -> WorkList:
         check_chunks(segments, self._buffers.chunks)
         return build_work_list(
             segments,
             heads=self._heads,
             block_rows=tile.block_rows,
             block_keys=tile.block_keys,
-            capacity=self._capacity,
+            capacity=capacity,
             target_items=self._num_ctas[tile],
             slot=self._tiles.index(tile),
             out=out,
         )
 
     @staticmethod
-    def _compute_capacity(
-        max_rows: int, heads: int, chunks: int, num_ctas: dict[Tile, int], segments_per_row: int
-    ) -> WorkListCapacity:
+    def _capacities(
+        max_rows: int, plan_rows: int, segments_per_row: int, heads: int, chunks: int, num_ctas: dict[Tile, int]
+    ) -> tuple[WorkListCapacity, WorkListCapacity]:
+        """Return the capacity of the list that `plan` makes, and of those of `make_plan`, which use one tensor of
+        partials."""
         largest = max(num_ctas, key=lambda tile: tile.block_rows * num_ctas[tile])
-        return WorkListCapacity.compute(
-            max_rows=max_rows,
-            heads=heads,
-            chunks=chunks,
-            block_rows=largest.block_rows,
-            target_items=num_ctas[largest],
-            segments_per_row=segments_per_row,
-        )
+        of_both = dict(heads=heads, chunks=chunks, block_rows=largest.block_rows, target_items=num_ctas[largest])
+        of_plan = WorkListCapacity.compute(max_rows=max_rows, segments_per_row=segments_per_row, **of_both)
+        if plan_rows <= max_rows:
+            return of_plan, of_plan
+        wide = WorkListCapacity.compute(max_rows=plan_rows, **of_both)
+        partial_rows = max(wide.max_partial_rows, of_plan.max_partial_rows)
+        return of_plan, replace(wide, max_partial_rows=partial_rows, max_items=heads * partial_rows)

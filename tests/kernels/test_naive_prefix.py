@@ -308,6 +308,40 @@ def test_workspace_is_known_beforehand() -> None:
         **sizes, chunks=problem.buffers.chunks, sm_count=8
     )
     assert problem.attention("reference").workspace_bytes == TorchSharedAttention.workspace_bytes_for(**sizes)
+    wide = TritonSharedAttention(problem.buffers, max_rows=2, plan_rows=70, heads=4, num_ctas=8, tiles=[LARGEST_TILE])
+    assert (
+        whole.workspace_bytes
+        < wide.workspace_bytes
+        == TritonSharedAttention.workspace_bytes_for(**sizes, plan_rows=70, chunks=problem.buffers.chunks, sm_count=8)
+    )
+    on_torch = TorchSharedAttention(problem.buffers, max_rows=2, plan_rows=70, heads=4)
+    assert on_torch.workspace_bytes == TorchSharedAttention.workspace_bytes_for(**sizes, plan_rows=70)
+
+
+@pytest.mark.parametrize("kind", [TritonSharedAttention, TorchSharedAttention])
+def test_a_prefill_plan_may_have_more_rows_than_a_step(kind: type) -> None:
+    """It uses the memory of partials that the step's plan uses, and leaves that plan as it is."""
+    problem = Problem(Case((40, 26), (300, 70), heads=2, alone=4))
+    options = dict(num_ctas=3) if kind is TritonSharedAttention else {}
+    attention = kind(problem.buffers, max_rows=4, plan_rows=70, heads=2, **options)
+    attention.try_out(torch.float32)
+    few = dataclasses.replace(problem.groups[1], rows=(0, 3))
+    attention.plan([few])
+    wide = attention.make_plan(problem.groups, 70)
+    attention.run(LAYER, problem.q_nope, problem.q_rope, SMALL.scale, wide)
+    tail_out, tail_lse = problem.no_tail()
+    out, lse = torch.full_like(tail_out, NAN), torch.full_like(tail_lse, NAN)
+    attention.merge(tail_out, tail_lse, out, lse, wide)
+    expected_out, expected_lse = problem.shared()
+    assert_equal(out, expected_out, "out")
+    assert_equal(lse, expected_lse, "lse")
+    attention.run(LAYER, problem.q_nope[:4], problem.q_rope[:4], SMALL.scale)
+    attention.merge(tail_out[:4], tail_lse[:4], out[:4], lse[:4])
+    assert torch.isinf(lse[1:3]).all() and torch.isfinite(lse[[0, 3]]).all() and not out[1:3].any()
+    with pytest.raises(ValueError, match="row"):
+        attention.plan(problem.groups)
+    with pytest.raises(ValueError, match="row"):
+        attention.make_plan([dataclasses.replace(few, rows=(0, 70))], 71)
 
 
 def test_tile_follows_the_rows_and_a_wrong_number_is_refused() -> None:
@@ -395,11 +429,13 @@ def test_a_plan_beside_the_one_that_is_set(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_trying_out_runs_every_kernel_of_every_tile(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`run`, and `merge` without and with lse, for each tile and for the smallest and largest batch; then no plan."""
+    """`run`, and `merge` without and with lse, for each tile, for the smallest and largest batch, and for the largest
+    that has a plan of its own; then no plan."""
     problem = Problem(Case((2, 3), (70, 10), heads=4, unused=15))
     if implementation == "triton":
         tiles = [SMALL_TILE, dataclasses.replace(SMALL_TILE, block_rows=32)]
-        attention = TritonSharedAttention(problem.buffers, max_rows=20, heads=4, num_ctas=2, tiles=tiles)
+        rows = dict(max_rows=20, plan_rows=30)
+        attention = TritonSharedAttention(problem.buffers, **rows, heads=4, num_ctas=2, tiles=tiles)
     else:
         attention = problem.attention(implementation)
     attention.plan(problem.groups)
@@ -407,11 +443,13 @@ def test_trying_out_runs_every_kernel_of_every_tile(implementation: str, monkeyp
     run, merge = attention.run, attention.merge
     monkeypatch.setattr(attention, "run", lambda layer, q, *rest: (calls.append(("run", len(q))), run(layer, q, *rest)))
     monkeypatch.setattr(
-        attention, "merge", lambda *given: (calls.append((f"merge{len(given) - 3}", len(given[0]))), merge(*given))
+        attention,
+        "merge",
+        lambda *given, plan: (calls.append((f"merge{len(given) - 3}", len(given[0]))), merge(*given, plan=plan)),
     )
     attention.try_out(torch.float32)
     monkeypatch.undo()
-    sizes = {1, 16, 20} if implementation == "triton" else {1}
+    sizes = {1, 16, 20, 30} if implementation == "triton" else {1}
     assert set(calls) == {(name, rows) for name in ("run", "merge0", "merge1") for rows in sizes}
     tail_out, tail_lse = problem.randn(5, 4, SMALL.v), problem.randn(5, 4)
     if implementation == "reference":

@@ -24,7 +24,7 @@ from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_byt
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
-from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
+from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW, prefill_rows
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.reasons import Fallback
@@ -79,15 +79,16 @@ def make_expanding(
     chunk_bytes = ExpandedBuffers.bytes_per_chunk(**sizes)
     tiles = naive_tiles(cost.rates, prefix_dtype)
     taken_bytes += ExpandedBuffers.scale_bytes(layers=dims.num_layers, heads=heads)
-    taken_bytes += workspace_bytes(
+    of_attention: dict[str, Any] = dict(
         max_rows=ranks * max_rows,
         heads=heads,
-        v_head_dim=dims.v_head_dim,
-        chunks=budget_bytes // chunk_bytes,
+        plan_rows=prefill_rows(heads, dims.v_head_dim) if ranks == 1 and context.server.owns_prefill else 0,
         device=device,
         tiles=tiles,
         segments_per_row=SEGMENTS_PER_ROW,
     )
+    chunks_at_most = budget_bytes // chunk_bytes
+    taken_bytes += workspace_bytes(**of_attention, v_head_dim=dims.v_head_dim, chunks=chunks_at_most)
     taken_bytes += temporary_bytes(model.first, model.dtype, fetches=model.fp8, to_fp8=prefix_dtype == FP8)
     chunks = (budget_bytes - taken_bytes) // chunk_bytes
     if chunks <= 0:
@@ -95,15 +96,7 @@ def make_expanding(
         return None
     buffers = ExpandedBuffers.allocate(chunks=chunks, device=device, memory=memory, **sizes)
     try:
-        shared = make_shared_attention(
-            buffers,
-            max_rows=ranks * max_rows,
-            heads=heads,
-            device=buffers.device,
-            tiles=tiles,
-            segments_per_row=SEGMENTS_PER_ROW,
-            memory=memory,
-        )
+        shared = make_shared_attention(buffers, **of_attention, memory=memory)
         first_head = 0
         if ranks > 1:
             group, first_head = tp_group(), heads * tp_group().rank_in_group

@@ -16,7 +16,7 @@ from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.adapter.step.steps import PrefillSharing
 from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
-from sglang_mla_ext.kernels.sizes import MAX_ROWS
+from sglang_mla_ext.kernels.sizes import prefill_rows
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
@@ -63,7 +63,7 @@ def make_prefill_sharing(
         PrefillPlan.make,
         attention=shared,
         layer_index=layer_index,
-        max_rows=MAX_ROWS,
+        max_rows=prefill_rows(context.model.heads, context.model.first.v_head_dim),
         counters=context.counters,
         wait=functools.partial(wait_for_layer, context.runner.token_to_kv_pool),
     )
