@@ -81,6 +81,7 @@ class Fallback(Reason):
     MAKE_ROWS = "make_rows", "making rows of new tokens failed"
     SELECT_LAST_ROWS = "select_last_rows", "selecting last rows failed"
     TAKE_LAST_LOGITS = "take_last_logits", "taking the logits of last rows failed"
+    EXTEND_DRAFT = "extend_draft", "extending the draft over mixed tokens failed"
     COUNT_DECODED = "count_decoded", "counting decoded tokens failed"
     OPEN_VOTE = "open_vote", "opening a vote of ranks failed"
     CAST_VOTE = "cast_vote", "voting failed"

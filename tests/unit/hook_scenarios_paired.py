@@ -5,6 +5,7 @@ Each scenario runs in a process of its own, see test_hooks.py.
 
 from __future__ import annotations
 
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,12 @@ class Pairs:
         self.scheduler.processed = []
         self.model: Any = object.__new__(ModelRunner)
         self.model.is_draft_worker, self.model.run = False, self._run
-        self.ran: list[tuple[str, int, int]] = []  # mode, requests and rows of each pass of the model
+        self.drafting: Any = object.__new__(ModelRunner)
+        self.drafting.is_draft_worker, self.drafting.run = True, self._run
+        self.plans_of_slots: list[tuple[list[int], list[int]]] = []  # lengths before, slots
+        self.drafting.kv_index_translator = SimpleNamespace(own_plan=self._plan_slots)
+        self.drafted: list[float] | None = None  # by the drafting layer, of the last token of each new request
+        self.ran: list[tuple[str, int, int]] = []  # mode, requests and rows of each pass of the model and its draft
         self.plans: list[Any] = []
         self.results: dict[str, list[float]] = {}
 
@@ -84,12 +90,40 @@ class Pairs:
         self.plans.append(self.server.coming.plan)
         output = self.model.forward(of_model).logits_output
         name = "decoded" if batch is self.decoding else "new"
+        if batch is self.new and self.drafted is not None:
+            output_of_draft = self.drafting.forward(self.draft_batch()).logits_output
+            self.drafted = output_of_draft.next_token_logits.flatten().tolist()
+            assert self.drafted == output_of_draft.hidden_states.flatten().tolist()
         self.results[name] = output.next_token_logits.flatten().tolist()
         return SimpleNamespace(of=name)
 
+    def draft_batch(self) -> Any:
+        """The new tokens as SGLang extends a draft over them; the hidden state of each is its number."""
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+        from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
+
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            capture_hidden_mode=CaptureHiddenMode.LAST,
+            batch_size=len(NEW),
+            input_ids=torch.arange(sum(NEW)) + 100,
+            req_pool_indices=self.new.req_pool_indices,
+            seq_lens=torch.tensor([SHARED + new for new in NEW]),
+            out_cache_loc=self.new.out_cache_loc,
+            seq_lens_sum=0,
+            extend_num_tokens=sum(NEW),
+            spec_info=EagleDraftExtendInput(hidden_states=torch.arange(float(sum(NEW)))[:, None]),
+        )
+
+    def _plan_slots(self, batch: Any) -> Any:
+        self.plans_of_slots.append((batch.seq_lens.tolist(), batch.out_cache_loc.tolist()))
+        return SimpleNamespace(bind=lambda to, translator: None)
+
     def _run(self, batch: Any) -> Any:
         self.ran.append((batch.forward_mode.name, batch.batch_size, len(batch.input_ids)))
-        if batch.forward_mode.is_target_verify():
+        if batch.forward_mode.is_draft_extend_v2():
+            rows = batch.spec_info.hidden_states
+        elif batch.forward_mode.is_target_verify():
             rows = torch.arange(float(len(batch.input_ids)))[:, None]
         else:
             rows = torch.tensor([[-1.0], [-2.0]])  # of last rows alone
@@ -139,3 +173,72 @@ def scenario_results_that_cannot_be_kept_are_computed_again() -> None:
     assert world.iteration() == [("TARGET_VERIFY", 5, 15), ("EXTEND", 2, 6)]
     assert world.results == {"decoded": [9.0, 10.0, 11.0, 12.0, 13.0, 14.0], "new": [-1.0, -2.0]}
     assert dict(world.server.counters.fallbacks) == {"take_last_logits": 1}
+
+
+def graph_of(requests: int, fails: bool = False, runs: bool = True) -> Any:
+    """SGLang's graph of a drafting layer for so many requests, as far as it is asked."""
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
+
+    class Graph(EAGLEDraftExtendCudaGraphRunner):
+        def __init__(self) -> None:
+            self.captured_req_width, self.max_bs, self.parts = QUERIES, requests, []
+            self.memory = torch.zeros(requests, 1)  # of results
+
+        def can_run_graph(self, batch: Any) -> bool:
+            return runs
+
+        def execute(self, batch: Any, select_index: torch.Tensor) -> Any:
+            if fails:
+                raise RuntimeError("no")
+            assert batch.extend_seq_lens.tolist() == [QUERIES] * batch.batch_size
+            self.parts.append((batch.input_ids.tolist(), batch.seq_lens.tolist(), batch.positions.tolist()))
+            rows = self.memory[: batch.batch_size]
+            rows.copy_(batch.spec_info.hidden_states[select_index])
+            return SimpleNamespace(next_token_logits=rows, hidden_states=rows.clone())
+
+    return Graph()
+
+
+def drafting_with(graph: Any) -> Pairs:
+    world = Pairs()
+    world.paired._draft_worker, world.drafted = SimpleNamespace(cuda_graph_runner_for_draft_extend=graph), []
+    return world
+
+
+def scenario_a_draft_is_extended_over_new_tokens_in_units() -> None:
+    """Two tokens are a padded unit, four a whole and a padded one, as many at a time as the graph has requests."""
+    if OLDEST:
+        return
+    begins = [SHARED, SHARED, SHARED + 3]
+    tokens, places = [100, 101, 101, 102, 103, 104, 105, 105, 105], [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    for requests in (1, 2, 8):
+        world = drafting_with(graph := graph_of(requests))
+        assert world.iteration() == [("TARGET_VERIFY", 5, 15)] and world.drafted == [1.0, 5.0]
+        parts = range(0, 3, requests)
+        assert [len(lens) for _, lens, _ in graph.parts] == [min(requests, 3 - first) for first in parts]
+        found_tokens, lens, positions = (list(chain(*each)) for each in zip(*graph.parts, strict=True))
+        assert found_tokens == tokens and lens == [begin + QUERIES for begin in begins]
+        assert positions == [SHARED + place for place in places]
+        before, slots = (list(chain(*each)) for each in zip(*world.plans_of_slots, strict=True))
+        assert before == begins and slots[:2] == [7000, 7001] and slots[3:7] == [7002, 7003, 7004, 7005]
+        assert world.iteration() == [("TARGET_VERIFY", 5, 15)], "and so in the next one"
+    world = drafting_with(None)  # on a CPU, without graphs
+    assert world.iteration() == [("TARGET_VERIFY", 5, 15), ("DRAFT_EXTEND_V2", 3, 9)] and world.drafted == [1.0, 5.0]
+    assert not world.server.counters.fallbacks
+
+
+def scenario_sglang_extends_a_draft_where_units_do_not_run() -> None:
+    if OLDEST:
+        return
+    own = [("TARGET_VERIFY", 5, 15), ("EXTEND", 2, 6)]
+    world = drafting_with(graph_of(2, runs=False))
+    assert world.iteration() == own and world.drafted == [-1.0, -2.0] and not world.server.counters.fallbacks
+    graph = graph_of(2)
+    graph.captured_req_width = QUERIES + 1
+    assert drafting_with(graph).iteration() == own
+    world = drafting_with(graph_of(2, fails=True))
+    assert world.iteration() == own and world.drafted == [-1.0, -2.0]
+    assert dict(world.server.counters.fallbacks) == {"extend_draft": 1}
+    world = drafting_with(graph_of(2))
+    world.new.prefill_input_ids_cpu = None  # joining fails, so there are no units
+    assert world.iteration() == [("TARGET_VERIFY", 2, 6), ("EXTEND", 2, 6), ("EXTEND", 2, 6)]

@@ -79,7 +79,8 @@ class Admission:
         self.votes, self.mixes = votes, self.mixes and not votes
         self.rule.begin(runner)
         if self.paired.possible:
-            self.paired.begin(runner.req_to_token_pool.req_to_token, self._scheduler.page_size)
+            drafting = getattr(self._scheduler.draft_worker, "draft_worker", None)
+            self.paired.begin(runner.req_to_token_pool.req_to_token, self._scheduler.page_size, drafting)
 
     def choose(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> Pass:
         """Return the pass of a batch that SGLang has chosen.

@@ -10,7 +10,7 @@ computed, and extend the draft. So one iteration of the scheduler runs both, one
 
     run_batch(running): draft ── verify ─────────────────── accept ── extend the draft
                                    │ with the new tokens
-    run_batch(new):                └─────── results ─────── sample ── extend the draft
+    run_batch(new):                └─────── results ─────── sample ── extend the draft, in units (draft_extend.py)
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sglang_mla_ext.adapter.step.draft_extend import Units, draft_extend_graph, extend_draft
+from sglang_mla_ext.adapter.step.mixed import is_extend
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 
 KEPT_ITERATIONS = 1
 """SGLang keeps what two passes read; an iteration has two, and what the one before read must outlive it, too."""
@@ -111,17 +114,19 @@ class PairedSteps:
         self._new: ScheduleBatch | None = None  # the same while the iteration runs
         self._joins = False  # whether its tokens are still to join the verify step
         self.layout: Layout | None = None
-        self._result: Any = None  # of tokens that were in one
+        self._units: Units | None = None  # of tokens that were in one, until the draft is extended over them
+        self._result: Any = None  # of these tokens
         self._decoded: list[tuple[Any, ScheduleBatch, Any]] = []  # by results of new tokens: those to process first
         self._kept: deque[list[Any]] = deque(maxlen=KEPT_ITERATIONS)
 
-    def begin(self, table: torch.Tensor, page: int) -> None:
-        """SGLang has made its pools.
+    def begin(self, table: torch.Tensor, page: int, draft_worker: Any) -> None:
+        """SGLang has made its pools and captured its graphs.
 
         Args:
             table: `[requests, tokens]` of slots; page: slots of a page.
+            draft_worker: SGLang's, of the drafting model.
         """
-        self._table, self._page = table, page
+        self._table, self._page, self._draft_worker = table, page, draft_worker
 
     # ---- an iteration of the scheduler
 
@@ -144,7 +149,7 @@ class PairedSteps:
                 scheduler._apply_war_barrier()
             of_new = original(scheduler, batch, *args)
         finally:
-            self._joins, self._new, self.layout, self._result = False, None, None, None
+            self._joins, self._new, self.layout, self._result, self._units = False, None, None, None, None
         self._decoded.append((of_new, decoding.copy(), decoded))
         return of_new
 
@@ -205,6 +210,9 @@ class PairedSteps:
         both.lora_ids = [*(new.reqs[request].lora_id for request in of_unit), *batch.lora_ids]
         both.rids = [*(new.reqs[request].rid for request in of_unit), *batch.rids]
         both._init_num_token_non_padded(device=device, is_draft_worker=False)
+        counts = tuple(rows // self._width for rows in layout.rows.lens)
+        of_rows = layout.source, layout.positions, slots
+        self._units = Units(self._width, counts, layout.lens, lens, *of_rows, table_rows, layout.last)
         self.layout = layout
         vars(batch).update(vars(both))  # all or nothing
         return layout.rows
@@ -242,3 +250,18 @@ class PairedSteps:
             return None
         found, self._result = self._result, None
         return found
+
+    def extend_draft(self, runner: ModelRunner, batch: ForwardBatch) -> ModelRunnerOutput | None:
+        """Return the drafting layer's results over new tokens that were in a verify step, once; None where SGLang
+        computes them.
+
+        Args:
+            runner: the draft's; batch: of any of its passes.
+        """
+        if self._units is None or self._new is None or self._result is not None or not is_extend(batch):
+            return None
+        units, self._units = self._units, None
+        graph = draft_extend_graph(self._draft_worker)
+        if graph is None and batch.input_ids.is_cuda:
+            return None
+        return extend_draft(units, runner, batch, graph)

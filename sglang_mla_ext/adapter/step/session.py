@@ -105,7 +105,8 @@ class Session:
     ) -> Any:
         """`ModelRunner.forward`: the pass that was chosen runs, and ends with it."""
         if runner.is_draft_worker:
-            return original(runner, forward_batch, *args, **kwargs)
+            extended = self._extend_draft(runner, forward_batch)
+            return original(runner, forward_batch, *args, **kwargs) if extended is None else extended
         if (done := passes.now.done) is not None:
             passes.end()
             return done
@@ -122,6 +123,10 @@ class Session:
         computed again."""
         self._keep(output)
         return self.admission.paired.of_step(output)
+
+    @guarded(Fallback.EXTEND_DRAFT)
+    def _extend_draft(self, runner: ModelRunner, forward_batch: Any) -> Any:
+        return self.admission.paired.extend_draft(runner, forward_batch)
 
     @guarded(Fallback.TAKE_LAST_LOGITS)
     def _keep(self, output: Any) -> None:

@@ -9,6 +9,9 @@ _OVERRIDES = "arg_groups.overrides"
 _BATCH = "model_executor.forward_batch_info.ForwardBatch"
 _MHA_BATCH = "model_executor.forward_batch_deepseek_mha_mixin.ForwardBatchDeepSeekMHAMixin"
 _REQ = "managers.schedule_batch.Req"
+_DRAFT_WORKER = "speculative.eagle_worker_v2.EagleDraftWorker"
+_DRAFT_GRAPH = "speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
+_DRAFT_INPUT = "speculative.eagle_info.EagleDraftExtendInput"
 _SCHEDULER = "managers.scheduler.Scheduler"
 _SCHEDULE_BATCH = "managers.schedule_batch.ScheduleBatch"
 _LINEAR_POOL = "mem_cache.memory_pool.HybridLinearKVPool"
@@ -116,6 +119,28 @@ MIXED_WITH_DRAFTS = needed_for(
             ("model_executor.model_runner.ModelRunnerOutput", "logits_output", "attribute"),
             (_ARGS, "speculative_eagle_topk", "attribute"),
             ("environ.Envs", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "attribute"),
+        )
+    ),
+    *(
+        use(f"{owner}.{name}", kind, "the draft over new tokens of verify steps", *more)
+        for owner, name, kind, *more in (
+            ("speculative.base_spec_worker.BaseSpecWorker", "draft_worker", "attribute"),
+            (_DRAFT_WORKER, "_draft_extend_for_prefill", "function", "self batch target_hidden_states next_token_ids"),
+            (_DRAFT_WORKER, "_draft_extend_for_decode", "function", "self batch batch_result"),
+            (_DRAFT_GRAPH, "execute", "function", "self forward_batch select_index"),
+            (_DRAFT_GRAPH, "can_run_graph", "function", "self forward_batch"),
+            (_DRAFT_GRAPH, "captured_req_width", "attribute"),
+            (_DRAFT_GRAPH, "max_bs", "attribute"),
+            (_BATCH, "capture_hidden_mode", "attribute"),
+            (_BATCH, "mm_input_embeds", "attribute"),
+            ("model_executor.model_runner.ModelRunner", "kv_index_translator", "attribute"),
+            (_DRAFT_INPUT, "hidden_states", "attribute"),
+            (_DRAFT_INPUT, "num_accept_tokens", "attribute"),
+            (_DRAFT_INPUT, "num_correct_drafts", "attribute"),
+            (_DRAFT_INPUT, "num_tokens_per_req", "attribute"),
+            (_DRAFT_INPUT, "dsa_seed_topk_capture", "attribute"),
+            ("mem_cache.kv_index_translator.KVIndexTranslator", "own_plan", "function", "self forward_batch"),
+            ("mem_cache.kv_loc_plan.KVLocPlan", "bind", "function", "self batch reader"),
         )
     ),
 )

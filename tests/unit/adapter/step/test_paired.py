@@ -94,7 +94,7 @@ class Worker:
             rids=["a", "b"],
             _init_num_token_non_padded=lambda **kwargs: None,
         )
-        self.paired.begin(self.table, PAGE)
+        self.paired.begin(self.table, PAGE, None)
         self.paired._new, self.paired._joins = self.new, True  # as while an iteration runs
 
     def join(self) -> Any:
