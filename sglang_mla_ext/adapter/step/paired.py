@@ -10,7 +10,7 @@ computed, and extend the draft. So one iteration of the scheduler runs both, one
 
     run_batch(running): draft ── verify ─────────────────── accept ── extend the draft
                                    │ with the new tokens
-    run_batch(new):                └─────── results ─────── sample ── extend the draft, in units (draft_extend.py)
+    run_batch(new):                └─────── results ─────── sample ── extend the draft, in units
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_mla_ext.adapter.step.draft_extend import Units, draft_extend_graph, extend_draft
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.compat.draft_units import Units
 from sglang_mla_ext.adapter.step.mixed import is_extend
 from sglang_mla_ext.rows import Rows
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 KEPT_ITERATIONS = 1
 """SGLang keeps what two passes read; an iteration has two, and what the one before read must outlive it, too."""
@@ -251,7 +252,7 @@ class PairedSteps:
         found, self._result = self._result, None
         return found
 
-    def extend_draft(self, runner: ModelRunner, batch: ForwardBatch) -> ModelRunnerOutput | None:
+    def extend_draft(self, runner: ModelRunner, batch: ForwardBatch) -> Any:
         """Return the drafting layer's results over new tokens that were in a verify step, once; None where SGLang
         computes them.
 
@@ -261,7 +262,4 @@ class PairedSteps:
         if self._units is None or self._new is None or self._result is not None or not is_extend(batch):
             return None
         units, self._units = self._units, None
-        graph = draft_extend_graph(self._draft_worker)
-        if graph is None and batch.input_ids.is_cuda:
-            return None
-        return extend_draft(units, runner, batch, graph)
+        return installed.extend_draft(units, runner, batch, self._draft_worker)

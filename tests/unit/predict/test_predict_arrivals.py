@@ -94,8 +94,8 @@ def test_short_answers_against_measured_servers():
 
 
 def test_short_answers_with_prefill_in_graphs_against_measured_servers():
-    """SGLang 0.5.23, with drafts and without. First tokens come some 100 ms later than predicted, ours and stock's. With
-    drafts over 2,000 tokens the median between two tokens is predicted up to 43 % too long, ours and stock's."""
+    """SGLang 0.5.23, with drafts and without. First tokens come some 100 ms later than predicted, ours and stock's.
+    With drafts over 2,000 tokens the median between two tokens is predicted up to 43 % too long, ours and stock's."""
     records = [json.loads(line) for line in (RESULTS / "rank-mixed.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
     assert len(found) >= 12 and any(record["case"].get("drafts") for record in found)

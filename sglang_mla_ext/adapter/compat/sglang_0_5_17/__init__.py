@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
+    from sglang_mla_ext.adapter.compat.draft_units import Units
+
 
 class Release0517:
     """The part of SGLang's interface that differs between releases. A newer release is a class derived from the one
@@ -224,6 +226,18 @@ class Release0517:
         """Return whether new tokens can be rows of the steps that verify this server's drafts; also where there are
         none. `args` are resolved."""
         return args.speculative_algorithm is None
+
+    def extend_draft(self, units: Units, runner: ModelRunner, batch: ForwardBatch, draft_worker: Any) -> Any:
+        """Run the drafting layer over new tokens that were in a verify step.
+
+        Args:
+            runner: the draft's; batch: what SGLang asked for, an extend of the same tokens.
+            draft_worker: SGLang's, of the drafting model.
+        Returns:
+            SGLang's ModelRunnerOutput: logits and hidden states of each request's last token; None where SGLang is to
+            compute them.
+        """
+        return None
 
     def draft_has_mla(self, args: ServerArgs) -> bool:
         """Return whether the draft model has Multi-head Latent Attention. `args` are resolved."""

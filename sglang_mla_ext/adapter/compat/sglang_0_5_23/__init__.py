@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
     from sglang.srt.server_args import ServerArgs
+
+    from sglang_mla_ext.adapter.compat.draft_units import Units
 
 
 class Release0523(Release0517):
@@ -154,6 +157,14 @@ class Release0523(Release0517):
             return True
         apart = self.dp_attention_ranks(args) > 1 or envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()
         return args.speculative_algorithm in ("EAGLE", "EAGLE3") and args.speculative_eagle_topk == 1 and not apart
+
+    def extend_draft(
+        self, units: Units, runner: ModelRunner, batch: ForwardBatch, draft_worker: Any
+    ) -> ModelRunnerOutput | None:
+        """See Release0517."""
+        from sglang_mla_ext.adapter.compat.sglang_0_5_23.draft_extend import extend_draft
+
+        return extend_draft(units, runner, batch, draft_worker)
 
     def mla_draft_backend(self, fp8: bool) -> str:
         """See Release0517. With FlashMLA's the host waits for the target's prefill before it can launch the draft's:

@@ -109,9 +109,9 @@ REPLAYS = {"PrefillCudaGraphRunner.execute"}
 """Of prefill graphs, which a CPU has none of; passes without them go through the same function."""
 
 OF_DRAFTS = {
-    "adapter/step/draft_extend.py _batch_of",
-    "adapter/step/draft_extend.py _output",
-    "adapter/step/draft_extend.py extend_draft",
+    "adapter/compat/sglang_0_5_23/draft_extend.py _batch_of",
+    "adapter/compat/sglang_0_5_23/draft_extend.py _output",
+    "adapter/compat/sglang_0_5_23/draft_extend.py extend_draft",
     "adapter/step/paired.py PairedSteps.join",
     "adapter/step/paired.py PairedSteps.join.in_front",
     "adapter/step/paired.py lay_out",

@@ -11,10 +11,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from sglang_mla_ext.adapter.compat.draft_units import Units
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -22,49 +24,11 @@ if TYPE_CHECKING:
     from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
 
 
-class Units(NamedTuple):
-    """New tokens in units of W rows.
-
-    Attributes:
-        width: W. counts: units of each request.
-        lens: `[units]` tokens before each; host_lens: the same on the host.
-        source: `[rows]` which of the batch's new tokens each row is; padding is the request's last one.
-        positions: `[rows]` in the request; slots: `[rows]` that are written.
-        table_rows: `[units]` places in the table of slots.
-        last: `[requests]` row of each request's last token.
-    """
-
-    width: int
-    counts: tuple[int, ...]
-    lens: Tensor
-    host_lens: Tensor
-    source: Tensor
-    positions: Tensor
-    slots: Tensor
-    table_rows: Tensor
-    last: Tensor
-
-
-def draft_extend_graph(draft_worker: Any) -> EAGLEDraftExtendCudaGraphRunner | None:
-    """Return SGLang's graph of one drafting layer behind verify steps; None where there is none."""
-    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
-
-    graph = getattr(draft_worker, "cuda_graph_runner_for_draft_extend", None)
-    return graph if isinstance(graph, EAGLEDraftExtendCudaGraphRunner) else None
-
-
-def extend_draft(
-    units: Units, runner: ModelRunner, batch: ForwardBatch, graph: EAGLEDraftExtendCudaGraphRunner | None
-) -> ModelRunnerOutput | None:
-    """Run the drafting layer over new tokens as units.
-
-    Args:
-        runner: the draft's; batch: what SGLang asked for, an extend of the same tokens.
-        graph: None on a CPU, which has no graphs: the same rows run without one.
-    Returns:
-        logits and hidden states of each request's last token; None where a unit is not a request of the graph.
-    """
-    hidden = batch.spec_info.hidden_states
+def extend_draft(units: Units, runner: ModelRunner, batch: ForwardBatch, draft_worker: Any) -> ModelRunnerOutput | None:
+    """See Release0517. A CPU has no graphs: the same rows run without one."""
+    graph, hidden = _graph_of(draft_worker), batch.spec_info.hidden_states
+    if graph is None and batch.input_ids.is_cuda:
+        return None
     if hidden is None or batch.mm_input_embeds is not None or batch.spec_info.dsa_seed_topk_capture is not None:
         return None
     if graph is not None and graph.captured_req_width != units.width:
@@ -90,6 +54,14 @@ def extend_draft(
         chosen = last_units[ending] - first
         found.append((output.next_token_logits[chosen], output.hidden_states[chosen]))  # copies: the graph reuses them
     return _output(found, graphs=graph is not None)
+
+
+def _graph_of(draft_worker: Any) -> EAGLEDraftExtendCudaGraphRunner | None:
+    """Return SGLang's graph of one drafting layer behind verify steps; None where there is none."""
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
+
+    graph = getattr(draft_worker, "cuda_graph_runner_for_draft_extend", None)
+    return graph if isinstance(graph, EAGLEDraftExtendCudaGraphRunner) else None
 
 
 def _batch_of(units: Units, runner: ModelRunner, batch: ForwardBatch, first: int, stop: int) -> ForwardBatch:
