@@ -22,6 +22,7 @@ from sglang_mla_ext.adapter.compat import contract
 
 pytestmark = pytest.mark.gpu
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 PREFIX, REQUESTS, AT_A_TIME = 7069, 96, 16
 DRAFTS: dict[str, Any] = dict(
     speculative_algorithm="NEXTN",
@@ -81,3 +82,23 @@ def test_answers_under_mixing_are_likely_ones(heads: int, drafts: bool, tmp_path
         assert counters["steps_mixed"] > 20 and counters["tokens_mixed"] > 20 * (16 if drafts else 64)
         assert counters["fallbacks"] == {}
         assert mean(of[name]) < 2 * mean(of[name.replace("mixed", "in turns")]) + 1e-3
+
+
+def test_drafts_of_mixed_prompts_are_as_good(tmp_path: Path) -> None:
+    """The drafting layer reads new tokens of a verify step in units of its graph, others in a pass of their own: as
+    many drafts are accepted. Of hidden states that are zeros, 8 % fewer were on a CPU."""
+    arguments = json.dumps({"attention_backend": "hybrid_mla", "page_size": 64, "mem_fraction_static": 0.3, **DRAFTS})
+    script, found = Path(__file__).parent / "engine_drafts.py", {}
+    for name, tokens in (("in turns", {"SGLANG_HYBRID_MLA_MIXED_TOKENS": "0"}), ("mixed", {})):
+        paths = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"SGLANG_HYBRID_MLA_MODE": "naive", "PYTHONPATH": paths} | tokens
+        out = tmp_path / f"{name}.json"
+        subprocess.run([sys.executable, script, out, arguments], check=True, env=env)
+        found[name] = json.loads(out.read_text())
+    print({name: sum(one["verified"]) for name, one in found.items()})
+    counters = found["mixed"]["counters"]
+    assert (
+        counters["steps_mixed"] >= 20 and not counters["fallbacks"] and not found["in turns"]["counters"]["steps_mixed"]
+    )
+    of_mixed, in_turns = (sum(found[name]["verified"]) for name in ("mixed", "in turns"))
+    assert abs(of_mixed - in_turns) <= 0.03 * in_turns
