@@ -18,7 +18,7 @@ from sglang_mla_ext.adapter.prefill.windows import Window, attend, windows
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
-from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, prefill_rows
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.planner.branches import Branches
 from sglang_mla_ext.prefix.planner.transient import FEWEST_SAVED, TransientRange, private_ranges, transient_ranges
@@ -105,13 +105,14 @@ class TransientExpansion:
         attention: SharedAttention,
         req_to_token: torch.Tensor,
         taken_bytes: int,
+        rows: int,
     ) -> None:
         """
         Args:
-            buffers: of one layer, which `expander` writes and `attention` reads, MAX_ROWS rows at a time.
+            buffers: of one layer, which `expander` writes and `attention` reads, `rows` rows at a time.
             req_to_token: `[requests, tokens]`, SGLang's table of slots.
         """
-        self._expander, self._attention = expander, attention
+        self._expander, self._attention, self._rows = expander, attention, rows
         self._chunks, self._heads = buffers.chunks, buffers.heads
         self.taken_bytes = taken_bytes
         self._req_to_token = req_to_token
@@ -141,12 +142,13 @@ class TransientExpansion:
         buffers = ExpandedBuffers.allocate(
             **_sizes_of(layer, dtype), chunks=tokens // CHUNK_TOKENS, device=device, memory=memory
         )
+        rows = prefill_rows(buffers.heads, buffers.v_head_dim)
         attention = make_shared_attention(
-            buffers, max_rows=MAX_ROWS, heads=buffers.heads, device=buffers.device, tiles=tiles, memory=memory
+            buffers, max_rows=rows, heads=buffers.heads, device=buffers.device, tiles=tiles, memory=memory
         )
         of_device: dict[str, Any] = dict(dtype=dtype, device=device, tiles=tiles)
         taken_bytes = cls.bytes_for(layer, tokens, **of_device, fetches=hasattr(pool, "fetch"))
-        return cls(buffers, Expander([layer], pool, buffers), attention, req_to_token, taken_bytes)
+        return cls(buffers, Expander([layer], pool, buffers), attention, req_to_token, taken_bytes, rows)
 
     @staticmethod
     def bytes_for(
@@ -164,7 +166,8 @@ class TransientExpansion:
             fetches: rows of the pool are FP8.
         """
         sizes, heads, chunks = _sizes_of(layer, dtype), layer.num_local_heads, tokens // CHUNK_TOKENS
-        of_attention = dict(max_rows=MAX_ROWS, heads=heads, v_head_dim=layer.v_head_dim, chunks=chunks)
+        rows = prefill_rows(heads, layer.v_head_dim)
+        of_attention = dict(max_rows=rows, heads=heads, v_head_dim=layer.v_head_dim, chunks=chunks)
         return (
             ExpandedBuffers.bytes_per_chunk(**sizes) * chunks
             + ExpandedBuffers.scale_bytes(layers=1, heads=heads)
@@ -243,7 +246,7 @@ class TransientExpansion:
 
         def piece() -> Piece:
             chunks = range(used)
-            found = tuple(windows(self._attention, rows, segments, MAX_ROWS, plans))
+            found = tuple(windows(self._attention, rows, segments, self._rows, plans))
             return Piece(torch.cat(slots), chunks, self._expander.table(chunks), found)
 
         for one in ranges:

@@ -119,7 +119,7 @@ def test_attention_over_what_a_pass_expands(
     """In two layers, of nested prefixes in uneven pieces, rows in windows; one request shares nothing. From SGLang's
     pool, or one whose rows are fetched first, as those in FP8 are."""
     torch.manual_seed(0)
-    monkeypatch.setattr(transient_module, "MAX_ROWS", max_rows)
+    monkeypatch.setattr(transient_module, "prefill_rows", lambda heads, v_head_dim: max_rows)
     layers = [make_layer(7), make_layer(9)]
     latent_rows = {layer.attn_mqa.layer_id: torch.randn(SLOTS, 1, RANK + DR) for layer in layers}
     pool = SimpleNamespace(get_key_buffer=latent_rows.__getitem__)
