@@ -13,22 +13,20 @@ MAX_ROWS = 1024
 """Rows, which are query tokens, of one call of the attention in a decode step: fills the GPU, and bounds the partial
 results' memory. Batches with more decode by plain absorb. A mixed step has as many new tokens beside them, at most."""
 
-MAX_PREFILL_ROWS = 8192
-"""Rows of one call of the attention in a prefill pass, at most: those of SGLang's largest prefill graph."""
 PREFILL_PARTIAL_BYTES = 128 << 20
-"""Memory for the partial results of such a call, but at least that for `MAX_ROWS` rows."""
+"""Memory for the partial results of one call of the attention in a prefill pass, at least that for `MAX_ROWS` rows."""
 
 
-def prefill_rows(heads: int, v_head_dim: int) -> int:
+def prefill_rows(heads: int, v_head_dim: int, new_tokens: int) -> int:
     """Return the rows of one call of the attention in a prefill pass, which takes as many calls as it needs.
 
     Each call costs the host a launch and a merge in every layer. With 1,024 rows a call, the host took up to 550 ms for
     a pass of 7,235 tokens whose kernels take 260 ms (61 layers of DeepSeek-V3, TP 8, H200, SGLang 0.5.23).
 
     Args:
-        heads: of this rank.
+        heads: of this rank; new_tokens: of a full pass.
     """
-    return min(MAX_PREFILL_ROWS, max(MAX_ROWS, PREFILL_PARTIAL_BYTES // (4 * heads * (v_head_dim + 1))))
+    return max(MAX_ROWS, min(new_tokens, PREFILL_PARTIAL_BYTES // (4 * heads * (v_head_dim + 1))))
 
 
 SEGMENTS_PER_ROW = 2

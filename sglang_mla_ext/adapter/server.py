@@ -95,6 +95,12 @@ class Server:
         backend: str = installed.prefill_graph_backend(self.args)
         return backend
 
+    @property
+    def prefill_tokens(self) -> int:
+        """New tokens of a full prefill pass."""
+        chunk = self.args.chunked_prefill_size or 0
+        return int(chunk if chunk > 0 else self.args.max_prefill_tokens)
+
     @cached_property
     def prefill_graph_rows(self) -> int:
         """Rows of our buffers for prefill graphs: SGLang pads passes to a multiple of the attention ranks. 0 where

@@ -55,6 +55,8 @@ def server_args(**given: Any) -> Arguments:
         dp_size=1,
         attn_dp_size=1,
         enable_mixed_chunk=False,
+        chunked_prefill_size=8192,
+        max_prefill_tokens=16384,
         device="cuda",
         cuda_graph_config=SimpleNamespace(decode=decode, prefill=prefill),
         get_model_config=lambda: nothing_known,

@@ -19,7 +19,7 @@ from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.adapter.server import MAX_RANKS, Server
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.dispatch import multiprocessors
-from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, prefill_rows
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 from sglang_mla_ext.prefix.memory.default import (
@@ -171,7 +171,13 @@ def transient_bytes(server: Server, model: Model, tokens: int) -> int:
         return 0
     tiles = naive_tiles(server.rates, model.dtype)
     of_model: dict[str, Any] = dict(dtype=model.dtype, device=model.device, fetches=model.fp8)
+    of_model["rows"] = call_rows(server, model)
     return TransientExpansion.bytes_for(model.first, tokens, tiles=tiles, **of_model)
+
+
+def call_rows(server: Server, model: Model) -> int:
+    """Return the rows of one call of naive attention in a prefill pass."""
+    return prefill_rows(model.heads, model.first.v_head_dim, server.prefill_tokens)
 
 
 def prefill_graph_bytes(server: Server, model: Model) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_mla_ext.adapter.build.budget import naive_tiles
+from sglang_mla_ext.adapter.build.budget import call_rows, naive_tiles
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.pool import latent_rows
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
@@ -24,7 +24,7 @@ from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_byt
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
-from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW, prefill_rows
+from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.reasons import Fallback
@@ -82,7 +82,7 @@ def make_expanding(
     of_attention: dict[str, Any] = dict(
         max_rows=ranks * max_rows,
         heads=heads,
-        plan_rows=prefill_rows(heads, dims.v_head_dim) if ranks == 1 and context.server.owns_prefill else 0,
+        plan_rows=call_rows(context.server, model) if ranks == 1 and context.server.owns_prefill else 0,
         device=device,
         tiles=tiles,
         segments_per_row=SEGMENTS_PER_ROW,

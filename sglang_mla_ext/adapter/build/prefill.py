@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
-from sglang_mla_ext.adapter.build.budget import naive_tiles
+from sglang_mla_ext.adapter.build.budget import call_rows, naive_tiles
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.pool import latent_rows
@@ -16,7 +17,6 @@ from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.adapter.step.steps import PrefillSharing
 from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
-from sglang_mla_ext.kernels.sizes import prefill_rows
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
@@ -30,7 +30,8 @@ def make_transient_expansion(context: Context, rates: GpuRates) -> TransientExpa
     if not tokens or not context.server.owns_prefill:
         return None
     table = runner.req_to_token_pool.req_to_token
-    of_device = dict(dtype=model.dtype, device=runner.device, tiles=naive_tiles(rates, model.dtype))
+    of_device: dict[str, Any] = dict(dtype=model.dtype, device=runner.device, tiles=naive_tiles(rates, model.dtype))
+    of_device["rows"] = call_rows(context.server, model)
     try:
         transient = TransientExpansion.make(
             model.first, latent_rows(runner.token_to_kv_pool), table, tokens, context.memory, **of_device
@@ -63,7 +64,7 @@ def make_prefill_sharing(
         PrefillPlan.make,
         attention=shared,
         layer_index=layer_index,
-        max_rows=prefill_rows(context.model.heads, context.model.first.v_head_dim),
+        max_rows=call_rows(context.server, context.model),
         counters=context.counters,
         wait=functools.partial(wait_for_layer, context.runner.token_to_kv_pool),
     )

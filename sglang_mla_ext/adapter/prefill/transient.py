@@ -18,7 +18,7 @@ from sglang_mla_ext.adapter.prefill.windows import Window, attend, windows
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
-from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, prefill_rows
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.planner.branches import Branches
 from sglang_mla_ext.prefix.planner.transient import FEWEST_SAVED, TransientRange, private_ranges, transient_ranges
@@ -130,6 +130,7 @@ class TransientExpansion:
         dtype: torch.dtype,
         device: torch.device | str,
         tiles: Sequence[Mapping[str, int]],
+        rows: int,
     ) -> TransientExpansion:
         """Allocate memory.
 
@@ -137,16 +138,15 @@ class TransientExpansion:
             layer: any of the model's attention layers on this rank.
             pool: of latent rows; req_to_token: `[requests, tokens]`, SGLang's table of slots.
             tokens: whole chunks, that are expanded at once.
-            dtype: of the model; tiles: see dispatch.make_shared_attention.
+            dtype: of the model; tiles: see dispatch.make_shared_attention; rows: of one call of the attention.
         """
         buffers = ExpandedBuffers.allocate(
             **_sizes_of(layer, dtype), chunks=tokens // CHUNK_TOKENS, device=device, memory=memory
         )
-        rows = prefill_rows(buffers.heads, buffers.v_head_dim)
         attention = make_shared_attention(
             buffers, max_rows=rows, heads=buffers.heads, device=buffers.device, tiles=tiles, memory=memory
         )
-        of_device: dict[str, Any] = dict(dtype=dtype, device=device, tiles=tiles)
+        of_device: dict[str, Any] = dict(dtype=dtype, device=device, tiles=tiles, rows=rows)
         taken_bytes = cls.bytes_for(layer, tokens, **of_device, fetches=hasattr(pool, "fetch"))
         return cls(buffers, Expander([layer], pool, buffers), attention, req_to_token, taken_bytes, rows)
 
@@ -158,6 +158,7 @@ class TransientExpansion:
         dtype: torch.dtype,
         device: torch.device | str,
         tiles: Sequence[Mapping[str, int]],
+        rows: int,
         fetches: bool,
     ) -> int:
         """The most device memory that `make` takes, and what expands with it.
@@ -166,7 +167,6 @@ class TransientExpansion:
             fetches: rows of the pool are FP8.
         """
         sizes, heads, chunks = _sizes_of(layer, dtype), layer.num_local_heads, tokens // CHUNK_TOKENS
-        rows = prefill_rows(heads, layer.v_head_dim)
         of_attention = dict(max_rows=rows, heads=heads, v_head_dim=layer.v_head_dim, chunks=chunks)
         return (
             ExpandedBuffers.bytes_per_chunk(**sizes) * chunks

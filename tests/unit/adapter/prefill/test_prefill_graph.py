@@ -67,7 +67,8 @@ def test_a_pass_attends_to_all_keys(pays: Any) -> None:
         req_to_token[request, : len(of_request)] = of_request
 
     transient = TransientExpansion.make(
-        layers[0], pool, req_to_token, 1024, Memory(), dtype=torch.float32, device="cpu", tiles=()
+        *(layers[0], pool, req_to_token, 1024, Memory()),
+        **dict(dtype=torch.float32, device="cpu", tiles=(), rows=MAX_ROWS),
     )
     transient.attach(view)
     reqs = [SimpleNamespace(req_pool_idx=row, kv=SimpleNamespace(req_pool_idx=row)) for row in range(5)]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.prefill import transient as transient_module
 from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
 from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.kernels.memory import Memory
@@ -113,20 +112,18 @@ def make_layer(layer_id: int) -> Any:
 
 @pytest.mark.parametrize("tokens", [CHUNK_TOKENS, 4 * CHUNK_TOKENS])
 @pytest.mark.parametrize(("max_rows", "fetches"), [(3, False), (64, False), (64, True)])
-def test_attention_over_what_a_pass_expands(
-    tokens: int, max_rows: int, fetches: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_over_what_a_pass_expands(tokens: int, max_rows: int, fetches: bool) -> None:
     """In two layers, of nested prefixes in uneven pieces, rows in windows; one request shares nothing. From SGLang's
     pool, or one whose rows are fetched first, as those in FP8 are."""
     torch.manual_seed(0)
-    monkeypatch.setattr(transient_module, "prefill_rows", lambda heads, v_head_dim: max_rows)
     layers = [make_layer(7), make_layer(9)]
     latent_rows = {layer.attn_mqa.layer_id: torch.randn(SLOTS, 1, RANK + DR) for layer in layers}
     pool = SimpleNamespace(get_key_buffer=latent_rows.__getitem__)
     if fetches:
         pool = SimpleNamespace(fetch=lambda layer_id, slots, out: out.copy_(latent_rows[layer_id][slots, 0]))
     transient = TransientExpansion.make(
-        layers[0], pool, torch.zeros(0), tokens, Memory(), dtype=torch.float32, device="cpu", tiles=()
+        *(layers[0], pool, torch.zeros(0), tokens, Memory()),
+        **dict(dtype=torch.float32, device="cpu", tiles=(), rows=max_rows),
     )
     view = View(tree("cd.cb"))
     cached, new_tokens = [1200, 800, 17, 1150, 1000], [2, 3, 1, 0, 4]
@@ -167,7 +164,7 @@ def test_attention_over_what_a_pass_expands(
 def test_memory_is_that_of_one_layer() -> None:
     """As much as was said before."""
     memory, layer, tokens = Memory(), make_layer(1), 2 * CHUNK_TOKENS
-    sizes = dict(dtype=torch.float32, device="cpu", tiles=())
+    sizes = dict(dtype=torch.float32, device="cpu", tiles=(), rows=64)
     transient = TransientExpansion.make(layer, SimpleNamespace(), torch.zeros(0), tokens, memory, **sizes)
     expanded = tokens * (HEADS * (DN + DV) + DR) * 4
     assert (

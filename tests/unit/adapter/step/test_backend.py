@@ -112,9 +112,9 @@ def test_a_graph_takes_other_rows_between(make_world: Any) -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 def test_more_rows_than_it_has_room_for(make_world: Any, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
     """They decode by plain absorb; with an FP8 pool by our kernel, in parts of as many rows as it takes at once."""
-    from sglang_mla_ext.adapter.build import assemble, budget, prefill
+    from sglang_mla_ext.adapter.build import assemble, budget
 
-    for module in (budget, assemble, prefill):
+    for module in (budget, assemble):
         monkeypatch.setattr(module, "MAX_ROWS", 3)
     world = make_world(fp8=fp8)
     world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from decode_world import DECODE, EXTEND, HEADS, IDLE, KINDS, MAX_REQUESTS, PAGE, Graph, World, groups_of
 
-from sglang_mla_ext.adapter.build import assemble, budget, prefill
+from sglang_mla_ext.adapter.build import assemble, budget
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Way, passes
 
 BOUND = {False: 1e-5, True: 8e-2}
@@ -107,7 +107,7 @@ def test_three_levels(make_world: Any, kind: str, mode: str) -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 def test_more_rows_than_there_is_room_for(make_world: Any, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
     """What has room is rows, of whole requests. More of them verify by plain absorb, over an FP8 pool in parts."""
-    for module in (budget, assemble, prefill):
+    for module in (budget, assemble):
         monkeypatch.setattr(module, "MAX_ROWS", 10)
     world = make_world(fp8=fp8, queries=3)
     world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
