@@ -19,7 +19,6 @@ from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, resolved
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, rates_for
-from sglang_mla_ext.prefix.planner.pass_costs import GRAPH_LAYER_S
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ class Server:
         try:
             return pass_layer_seconds(self.deployment())
         except (ValueError, KeyError, TypeError):
-            return GRAPH_LAYER_S
+            return self.rates.passes.graph_layer_s
 
     def deployment(self) -> Deployment:
         """Describe the server to `predict`.

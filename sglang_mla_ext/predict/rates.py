@@ -37,6 +37,7 @@ class DataSheet:
         bf16_flops, fp8_flops: dense, two operations for each MAC; None where there are no FP8 matrix units.
         memory_bytes: as the driver reports it.
         link_bytes_per_s: to other GPUs of the host, in one direction.
+        exchange_s: of an exchange with them beside its bytes, which is an assumption.
     """
 
     bytes_per_s: float
@@ -44,6 +45,7 @@ class DataSheet:
     fp8_flops: float | None
     memory_bytes: int
     link_bytes_per_s: float
+    exchange_s: float = 0.0
 
     def flops(self, element_bytes: float) -> float:
         """Operations per second on elements of about this size; 4-bit weights are multiplied in BF16."""

@@ -32,7 +32,6 @@ from sglang_mla_ext.segment import Mode
 # Products run on tiles that fit the batch to about so many rows.
 ROW_STEP = 8
 # Exchanges of a layer where several GPUs share it: after attention and after the MLP.
-EXCHANGE_S = 1e-5  # an assumption: of one, beside its bytes
 GPUS_OF_A_HOST = 8  # that store into each other's memory, where ranks hold prefixes together
 
 
@@ -322,4 +321,4 @@ def _exchange_seconds(of: Deployment, rows: int, ranks: int) -> float:
         return 0.0
     assert of.gpu.sheet is not None
     sent = 2 * (ranks - 1) / ranks * rows * of.dims.hidden_size * 2
-    return sent / of.gpu.sheet.link_bytes_per_s + EXCHANGE_S
+    return sent / of.gpu.sheet.link_bytes_per_s + of.gpu.sheet.exchange_s

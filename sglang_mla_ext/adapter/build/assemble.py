@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +31,6 @@ from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.prefix.memory.pool import ExpandedPool
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
-from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S
 from sglang_mla_ext.prefix.planner.planner import Planner
 from sglang_mla_ext.prefix.planner.room import Capacity
 from sglang_mla_ext.prefix.radix import RadixSource
@@ -249,8 +247,6 @@ def make_rule(
         counters=context.counters,
         grouped=latent.grouped_page is not None,
         expands_once=prefill is not None and prefill.transient is not None,
-        # Without a GPU it was asked for, and there is nothing to gain.
-        eager_layer_s=EAGER_LAYER_S if server.on_gpu else math.inf,
         graphs=prefill.costs if prefill is not None and server.on_gpu else None,
         agree=all_ranks_agree(),
         query_tokens=server.query_tokens,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
+from sglang_mla_ext.prefix.planner.pass_costs import PassCosts
 from sglang_mla_ext.reasons import Fallback
 
 
@@ -72,10 +71,8 @@ def make_prefill_sharing(
     absorbs = prefill_graph is not None and not on_gpu
     costs = None
     if prefill_graph is not None:
-        # Without a GPU passes do not leave a graph that is not there.
         costs = PassCosts(
             replace(cost, query_tokens=1, ranks=1),
-            eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
             graph_layer_s=context.server.graph_layer_s,
             fetches=on_gpu and context.model.fp8,
         )

@@ -24,7 +24,7 @@ from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
 from sglang_mla_ext.kernels.sizes import MAX_ROWS
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
-from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
+from sglang_mla_ext.prefix.planner.pass_costs import PassCosts
 from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.reasons import Fallback, NotMixed
 from sglang_mla_ext.rows import Rows
@@ -57,7 +57,6 @@ class MixedRule:
         counters: Counters,
         grouped: bool,
         expands_once: bool = False,
-        eager_layer_s: float = EAGER_LAYER_S,
         graphs: PassCosts | None = None,
         agree: Callable[[bool], bool] = bool,
         query_tokens: int = 1,
@@ -66,14 +65,13 @@ class MixedRule:
         Args:
             grouped: whether rows of one request can read its own history together.
             expands_once: whether a pass makes keys and values that are not expanded once for all its requests.
-            eager_layer_s: seconds that a layer of a pass takes beside attention.
             graphs: of passes in prefill graphs; None where there are none.
             agree: whether all ranks that compute together say yes; each of them asks.
         """
         self.tokens, self.most_rows, self.query_tokens = tokens, most_rows, query_tokens
         self._prefixes, self._cost, self._counters = prefixes, cost, counters
         self._modes = [Mode.ABSORB, *([Mode.GROUPED_ABSORB] if grouped else [])]
-        self._expands_once, self._eager_layer_s, self._agree = expands_once, eager_layer_s, agree
+        self._expands_once, self._agree = expands_once, agree
         self._graphs = graphs
 
     def begin(self, runner: ModelRunner) -> None:
@@ -156,7 +154,7 @@ class MixedRule:
             self._cost.work_seconds(Mode.NAIVE, rows, prefix)
             for rows, prefix in zip(new_tokens, prefix_lens, strict=True)
         )
-        eager = self._eager_layer_s + self._cost.making_seconds(made) + sum(attention)
+        eager = self._cost.rates.passes.eager_layer_s + self._cost.making_seconds(made) + sum(attention)
         if self._graphs is None:
             return eager
         return min(eager, self._graphs.in_graph(prefix_lens, expanded_lens, new_tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,6 +64,27 @@ class ExchangeRates:
 
 
 @dataclass(frozen=True)
+class PassRates:
+    """Time of a prefill pass beside attention, a layer.
+
+    Attributes:
+        eager_layer_s: without CUDA graphs: the host's launches; infinite where there are no others to compare with.
+        graph_layer_s: in a graph: the weights read; taken where it is not predicted.
+        range_s: launches for a range that a pass expands for itself.
+    """
+
+    eager_layer_s: float = 0.0
+    graph_layer_s: float = 0.0
+    range_s: float = 0.0
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any]) -> PassRates:
+        """Read them as they stand in a file of rates."""
+        eager = math.inf if values["eager_layer_s"] is None else float(values["eager_layer_s"])
+        return cls(eager, float(values["graph_layer_s"]), float(values["range_s"]))
+
+
+@dataclass(frozen=True)
 class GpuRates:
     """Rates of one GPU, by mode.
 
@@ -75,6 +97,7 @@ class GpuRates:
             ascending order of rows; each has the fields of the kernel's `Tile`. Empty where none were measured.
         exchange: between ranks that hold prefixes together, by NCCL; None where it is not known, and taken for nothing.
         exchange_by_stores: the same by stores into each other's memory; None where it is not known.
+        passes: of prefill; of a file without them those of FALLBACK_GPU.
     """
 
     name: str
@@ -84,6 +107,7 @@ class GpuRates:
     naive_tiles: Mapping[str, tuple[Mapping[str, int], ...]] = field(default_factory=dict)
     exchange: ExchangeRates | None = None
     exchange_by_stores: ExchangeRates | None = None
+    passes: PassRates = PassRates()
 
     def by_stores(self) -> GpuRates:
         """The same for ranks that exchange by stores, as by NCCL where that is not known."""
@@ -121,6 +145,7 @@ class GpuRates:
                 storage: tuple({name: int(value) for name, value in tile.items()} for tile in tiles)
                 for storage, tiles in config["modes"][Mode.NAIVE.value].get("tiles", {}).items()
             },
+            passes=PassRates.from_config(config.get("passes") or read_config_or_file("gpus", FALLBACK_GPU)["passes"]),
             **exchanges,
         )
 

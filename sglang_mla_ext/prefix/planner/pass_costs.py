@@ -17,13 +17,6 @@ from dataclasses import dataclass
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.segment import Mode
 
-EAGER_LAYER_S = 1e-3
-"""Seconds of a layer of an eager pass beside attention: 76 ms for 24 layers where it was profiled, on a slow host; a
-third of that, so that faster hosts do not lose."""
-
-GRAPH_LAYER_S = 0.35e-3
-"""The same in a prefill graph, where it is the weights that are read, if it is not predicted: 25 ms for 61 layers."""
-
 STOCK_MAKING = 3.0
 """SGLang's gather, product and copies take so many times as long as the fused expansion."""
 
@@ -31,23 +24,19 @@ MOST_FETCHED = 1 << 17
 """Rows of an FP8 cache that a pass in a graph fetches in each layer, at most: 151 MB in BF16. SGLang makes keys and
 values of as many tokens at a time."""
 
-RANGE_S = 60e-6
-"""Launches of a layer for a range that a pass expands for itself."""
-
 
 @dataclass(frozen=True)
 class PassCosts:
     """See the module.
 
     Attributes:
-        cost: of attention; each new token is a row of its own.
-        eager_layer_s: seconds of a layer of an eager pass beside attention; graph_layer_s: in a graph.
+        cost: of attention; each new token is a row of its own. Its rates have the time beside attention.
+        graph_layer_s: seconds of a layer of a pass in a graph beside attention.
         fetches: whether the cache is in FP8, whose rows are fetched before they are attended to in a graph.
     """
 
     cost: CostModel
-    eager_layer_s: float = EAGER_LAYER_S
-    graph_layer_s: float = GRAPH_LAYER_S
+    graph_layer_s: float
     fetches: bool = False
 
     def absorb(self, rows: int, tokens: int) -> float:
@@ -60,7 +49,7 @@ class PassCosts:
 
     def pays_alone(self, rows: int, tokens: int) -> bool:
         """Whether a request's own cached tokens are worth expanding for its new tokens, in a graph."""
-        made = RANGE_S + self.cost.making_seconds(tokens) + self.naive(rows, tokens)
+        made = self.cost.rates.passes.range_s + self.cost.making_seconds(tokens) + self.naive(rows, tokens)
         return made < self.absorb(rows, tokens)
 
     def eager(self, prefix_lens: Sequence[int], ends: Sequence[int], new_tokens: Sequence[int], made: int = 0) -> float:
@@ -71,7 +60,7 @@ class PassCosts:
             new_tokens: `[requests]` rows.
             made: tokens that the pass expands for itself.
         """
-        total = self.eager_layer_s + self.cost.making_seconds(made)
+        total = self.cost.rates.passes.eager_layer_s + self.cost.making_seconds(made)
         for prefix, end, new in zip(prefix_lens, ends, new_tokens, strict=True):
             total += self.naive(new, prefix) + self.naive(new, (new + 1) // 2)
             total += self.cost.making_seconds(new) + STOCK_MAKING * self.cost.making_seconds(prefix - end)

@@ -14,7 +14,8 @@ from sglang_mla_ext.prefix.planner.pass_costs import MOST_FETCHED, PassCosts
 
 
 def costs(heads: int) -> PassCosts:
-    return PassCosts(CostModel(ModelDims.from_json("deepseek-v3"), heads, GpuRates.from_json("h200")))
+    cost = CostModel(ModelDims.from_json("deepseek-v3"), heads, GpuRates.from_json("h200"))
+    return PassCosts(cost, cost.rates.passes.graph_layer_s)
 
 
 @pytest.mark.parametrize("heads", [16, 128])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from sglang_mla_ext.adapter.step import mixed as module
-from sglang_mla_ext.adapter.step.mixed import EAGER_LAYER_S, MixedRule, as_rows, refusal, take_last_rows
+from sglang_mla_ext.adapter.step.mixed import MixedRule, as_rows, refusal, take_last_rows
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
@@ -162,13 +163,17 @@ class Prefixes:
         return [min(self.expanded, length) for length in prefix_lens]
 
 
+EAGER_LAYER_S = H200.rates.passes.eager_layer_s
+SLOW_HOST = replace(H200, rates=replace(H200.rates, passes=replace(H200.rates.passes, eager_layer_s=1.0)))
+
+
 def make(expanded: int = 0, cost: CostModel = H200, **options: Any) -> MixedRule:
     values = dict(tokens=256, most_rows=300, cost=cost, counters=Counters(), grouped=False)
     return MixedRule(prefixes=Prefixes(expanded), **{**values, **options})
 
 
 def test_more_rows_than_there_is_a_graph_for_are_not_mixed() -> None:
-    rule = make(eager_layer_s=1.0)
+    rule = make(cost=SLOW_HOST)
     assert rule.allows(schedule_batch([0], [300])) and rule.allows(schedule_batch([0], [250]), running=50)
     assert not rule.allows(schedule_batch([0], [301])) and not rule.allows(schedule_batch([0], [250]), running=51)
     # With running requests it is asked again without them.
@@ -194,7 +199,7 @@ def test_a_pass_is_mixed_where_that_is_sooner() -> None:
     assert not rule.allows(long) and rule.allows(short)
     assert rule._counters.not_mixed == {"pass_is_faster": 1}
     assert make(expanded=19500, most_rows=500).allows(long)
-    assert make(eager_layer_s=1.0, most_rows=500).allows(long)
+    assert make(cost=SLOW_HOST, most_rows=500).allows(long)
     few_heads = CostModel(H200.dims, 8, H200.rates)
     alone, together = (make(cost=few_heads, grouped=grouped) for grouped in (False, True))
     arguments = [20000], [0], [100]
