@@ -55,8 +55,9 @@ def make_shared_attention(
     device = torch.device(device)
     if buffers.device.type != device.type:
         raise ValueError(f"the expanded prefixes are on {buffers.device}, not on {device}")
-    sizes: dict[str, Any] = dict(max_rows=max_rows, heads=heads, plan_rows=plan_rows)
-    sizes |= dict(segments_per_row=segments_per_row, memory=memory)
+    sizes: dict[str, Any] = dict(
+        max_rows=max_rows, heads=heads, plan_rows=plan_rows, segments_per_row=segments_per_row, memory=memory
+    )
     if device.type != "cuda":
         return TorchSharedAttention(buffers, **sizes)
     if portable or not sm90_naive.supports(buffers):

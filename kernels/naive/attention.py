@@ -137,7 +137,7 @@ class TorchSharedAttention:
         return 4 * max(max_rows, plan_rows) * heads * (v_head_dim + 1)
 
     def try_out(self, query_dtype: torch.dtype) -> None:
-        try_sizes(self, self._buffers, {1}, query_dtype)
+        try_sizes(self, self._buffers, {1}, query_dtype, self._max_rows)
 
     def plan(self, segments: Sequence[Segment], rows: int | None = None) -> None:
         self._segments = self._checked(segments, self._max_rows)
@@ -195,16 +195,16 @@ class TorchSharedAttention:
 
 
 def try_sizes(
-    attention: SharedAttention, buffers: ExpandedBuffers, sizes: set[int], dtype: torch.dtype, plan_rows: int = 0
+    attention: SharedAttention, buffers: ExpandedBuffers, sizes: set[int], dtype: torch.dtype, max_rows: int
 ) -> None:
-    """`run` and `merge`, without and with lse, for batches of these sizes under an empty plan, and for one of
-    `plan_rows` under an empty plan of its own."""
-    for rows in sorted(sizes | {plan_rows} - {0}):
+    """`run` and `merge`, without and with lse, for batches of these sizes under an empty plan; those of more than
+    `max_rows` have a plan of their own."""
+    for rows in sorted(sizes):
         q_nope, q_rope, out = (
             torch.zeros(rows, buffers.heads, dim, dtype=dtype, device=buffers.device)
             for dim in (buffers.qk_nope_head_dim, buffers.qk_rope_head_dim, buffers.v_head_dim)
         )
-        plan = attention.make_plan([], rows) if rows == plan_rows else attention.plan([], rows)
+        plan = attention.make_plan([], rows) if rows > max_rows else attention.plan([], rows)
         attention.run(0, q_nope, q_rope, 1.0, plan)
         tail_lse = torch.zeros(rows, buffers.heads, device=buffers.device)
         attention.merge(out, tail_lse, out, plan=plan)  # as decode calls it

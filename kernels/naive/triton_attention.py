@@ -135,9 +135,9 @@ class TritonSharedAttention:
         return 4 * (of_plans.max_partial_rows * heads * (v_head_dim + 1) + capacity.size)
 
     def try_out(self, query_dtype: torch.dtype) -> None:
-        sizes = {1, self._max_rows, *(min(tile.block_rows, self._max_rows) for tile in self._tiles)}
-        plan_rows = self._plan_capacity.max_rows
-        try_sizes(self, self._buffers, sizes, query_dtype, plan_rows if plan_rows > self._max_rows else 0)
+        sizes = {1, self._max_rows, self._plan_capacity.max_rows}
+        sizes |= {min(tile.block_rows, self._max_rows) for tile in self._tiles}
+        try_sizes(self, self._buffers, sizes, query_dtype, self._max_rows)
 
     def plan(self, segments: Sequence[Segment], rows: int | None = None) -> None:
         tiles = self._launched(rows or self._max_rows)

@@ -141,7 +141,7 @@ def commit() -> str | None:
 
 
 def own_command() -> str:
-    """Return this process's command line: the script's path relative to the working folder, and of absolute paths their
-    last part, which no machine is told by."""
+    """Return this process's command line. The script's path is relative to the working folder; absolute paths are cut
+    to their last part, so that a record names no folder of a machine."""
     arguments = [Path(each).name if each.startswith("/") else each for each in sys.argv[1:]]
     return shlex.join(["python", os.path.relpath(sys.argv[0]), *arguments])

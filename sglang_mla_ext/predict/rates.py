@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_mla_ext.configs import config_names, device_words, did_you_mean, gpu_config_of, read_config_or_file
+from sglang_mla_ext.configs import (
+    FALLBACK_GPU,
+    config_names,
+    device_words,
+    did_you_mean,
+    gpu_config_of,
+    read_config,
+    read_config_or_file,
+)
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.segment import Mode
 
@@ -45,7 +53,7 @@ class DataSheet:
     fp8_flops: float | None
     memory_bytes: int
     link_bytes_per_s: float
-    exchange_s: float = 0.0
+    exchange_s: float
 
     def flops(self, element_bytes: float) -> float:
         """Operations per second on elements of about this size; 4-bit weights are multiplied in BF16."""
@@ -148,10 +156,11 @@ class Gpu:
         """Read a shipped GPU by name (`h200`), or a file of the same form."""
         config = read_config_or_file("gpus", name_or_path)
         sheet, step = config.get("datasheet"), config.get("step")
+        shipped = read_config("gpus", FALLBACK_GPU)["datasheet"]  # of a file that was written before it had this
         return cls(
             key=Path(name_or_path).stem,
             rates=GpuRates.from_json(name_or_path),
-            sheet=None if sheet is None else DataSheet(**sheet),
+            sheet=None if sheet is None else DataSheet(**{"exchange_s": shipped["exchange_s"], **sheet}),
             step=None if step is None else StepRates.from_config(step),
         )
 

@@ -185,7 +185,7 @@ def graph_of(requests: int, fails: bool = False, runs: bool = True) -> Any:
             self.memory = torch.zeros(requests, 1)  # of results
 
         def can_run_graph(self, batch: Any) -> bool:
-            return runs
+            return runs and batch.spec_info.num_tokens_per_req == self.captured_req_width  # SGLang's own check
 
         def execute(self, batch: Any, select_index: torch.Tensor) -> Any:
             if fails:

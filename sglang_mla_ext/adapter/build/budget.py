@@ -169,10 +169,9 @@ def transient_bytes(server: Server, model: Model, tokens: int) -> int:
     """For as many tokens that prefill expands at a time for itself."""
     if not tokens:
         return 0
-    tiles = naive_tiles(server.rates, model.dtype)
+    tiles, rows = naive_tiles(server.rates, model.dtype), call_rows(server, model)
     of_model: dict[str, Any] = dict(dtype=model.dtype, device=model.device, fetches=model.fp8)
-    of_model["rows"] = call_rows(server, model)
-    return TransientExpansion.bytes_for(model.first, tokens, tiles=tiles, **of_model)
+    return TransientExpansion.bytes_for(model.first, tokens, tiles=tiles, rows=rows, **of_model)
 
 
 def call_rows(server: Server, model: Model) -> int:

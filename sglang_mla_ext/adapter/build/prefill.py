@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 from sglang_mla_ext.adapter.build.budget import call_rows, naive_tiles
 from sglang_mla_ext.adapter.build.context import Context
@@ -29,11 +28,13 @@ def make_transient_expansion(context: Context, rates: GpuRates) -> TransientExpa
     if not tokens or not context.server.owns_prefill:
         return None
     table = runner.req_to_token_pool.req_to_token
-    of_device: dict[str, Any] = dict(dtype=model.dtype, device=runner.device, tiles=naive_tiles(rates, model.dtype))
-    of_device["rows"] = call_rows(context.server, model)
     try:
         transient = TransientExpansion.make(
-            model.first, latent_rows(runner.token_to_kv_pool), table, tokens, context.memory, **of_device
+            *(model.first, latent_rows(runner.token_to_kv_pool), table, tokens, context.memory),
+            dtype=model.dtype,
+            device=runner.device,
+            tiles=naive_tiles(rates, model.dtype),
+            rows=call_rows(context.server, model),
         )
         transient.try_out(model.dtype)
     except Exception as error:

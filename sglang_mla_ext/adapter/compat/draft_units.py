@@ -1,4 +1,5 @@
-"""New tokens as a drafting layer takes verified ones: in units of as many rows as a verify step has of a request."""
+"""New tokens in the shape in which a drafting layer takes verified ones: W rows a unit, as a verify step has W query
+tokens of each request."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ class Units(NamedTuple):
     """New tokens in units of W rows.
 
     Attributes:
-        width: W. counts: units of each request.
+        width: W. ends: `[requests]` units up to each request's last one.
         lens: `[units]` tokens before each; host_lens: the same on the host.
         source: `[rows]` which of the batch's new tokens each row is; padding is the request's last one.
         positions: `[rows]` in the request; slots: `[rows]` that are written.
@@ -21,7 +22,7 @@ class Units(NamedTuple):
     """
 
     width: int
-    counts: tuple[int, ...]
+    ends: tuple[int, ...]
     lens: Tensor
     host_lens: Tensor
     source: Tensor

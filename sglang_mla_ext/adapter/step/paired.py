@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -211,9 +212,9 @@ class PairedSteps:
         both.lora_ids = [*(new.reqs[request].lora_id for request in of_unit), *batch.lora_ids]
         both.rids = [*(new.reqs[request].rid for request in of_unit), *batch.rids]
         both._init_num_token_non_padded(device=device, is_draft_worker=False)
-        counts = tuple(rows // self._width for rows in layout.rows.lens)
+        ends = tuple(accumulate(rows // self._width for rows in layout.rows.lens))
         of_rows = layout.source, layout.positions, slots
-        self._units = Units(self._width, counts, layout.lens, lens, *of_rows, table_rows, layout.last)
+        self._units = Units(self._width, ends, layout.lens, lens, *of_rows, table_rows, layout.last)
         self.layout = layout
         vars(batch).update(vars(both))  # all or nothing
         return layout.rows
@@ -259,7 +260,7 @@ class PairedSteps:
         Args:
             runner: the draft's; batch: of any of its passes.
         """
-        if self._units is None or self._new is None or self._result is not None or not is_extend(batch):
+        if self._units is None or not is_extend(batch):
             return None
         units, self._units = self._units, None
         return installed.extend_draft(units, runner, batch, self._draft_worker)

@@ -68,8 +68,9 @@ class PassRates:
     """Time of a prefill pass beside attention, a layer.
 
     Attributes:
-        eager_layer_s: without CUDA graphs: the host's launches; infinite where there are no others to compare with.
-        graph_layer_s: in a graph: the weights read; taken where it is not predicted.
+        eager_layer_s: without CUDA graphs: the host's launches; infinite without a GPU, where passes never leave a
+            graph, because there are none.
+        graph_layer_s: in a graph: the weights read; used where it is not predicted.
         range_s: launches for a range that a pass expands for itself.
     """
 

@@ -9,8 +9,8 @@ so they take that graph: as many units at a time as it holds, a request's later 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,15 +31,8 @@ def extend_draft(units: Units, runner: ModelRunner, batch: ForwardBatch, draft_w
         return None
     if hidden is None or batch.mm_input_embeds is not None or batch.spec_info.dsa_seed_topk_capture is not None:
         return None
-    if graph is not None and graph.captured_req_width != units.width:
-        return None
-    run: Callable[[ForwardBatch, Tensor], Any]
-    if graph is None:
-        run = _without_graph(runner)
-        most = len(units.lens)
-    else:
-        run, most = graph.execute, graph.max_bs
-    ends = torch.tensor(units.counts).cumsum(0).tolist()
+    run: Callable[[ForwardBatch, Tensor], Any] = _without_graph(runner) if graph is None else graph.execute
+    most = len(units.lens) if graph is None else graph.max_bs
     rows_of_last = torch.arange(units.width - 1, len(units.source), units.width, device=units.source.device)
     last_units = units.last // units.width
     rows_of_last[last_units] = units.last
@@ -50,7 +43,7 @@ def extend_draft(units: Units, runner: ModelRunner, batch: ForwardBatch, draft_w
         if graph is not None and not graph.can_run_graph(part):
             return None
         output = run(part, rows_of_last[first:stop] - first * units.width)
-        ending = slice(sum(end <= first for end in ends), sum(end <= stop for end in ends))
+        ending = slice(bisect_right(units.ends, first), bisect_right(units.ends, stop))
         chosen = last_units[ending] - first
         found.append((output.next_token_logits[chosen], output.hidden_states[chosen]))  # copies: the graph reuses them
     return _output(found, graphs=graph is not None)
@@ -72,9 +65,6 @@ def _batch_of(units: Units, runner: ModelRunner, batch: ForwardBatch, first: int
     rows = slice(first * width, stop * width)
     source, lens, host_lens = units.source[rows], units.lens[first:stop], units.host_lens[first:stop]
     found = copy.copy(batch)
-    for field in fields(batch):
-        if field.name.startswith("extend_"):
-            setattr(found, field.name, None)
     mode, capture = type(batch.forward_mode), type(batch.capture_hidden_mode)
     found.forward_mode, found.capture_hidden_mode, found.batch_size = mode.DRAFT_EXTEND_V2, capture.FULL, count
     found.input_ids, found.positions = batch.input_ids[source], units.positions[rows]

@@ -129,7 +129,6 @@ MIXED_WITH_DRAFTS = needed_for(
             (_DRAFT_WORKER, "_draft_extend_for_decode", "function", "self batch batch_result"),
             (_DRAFT_GRAPH, "execute", "function", "self forward_batch select_index"),
             (_DRAFT_GRAPH, "can_run_graph", "function", "self forward_batch"),
-            (_DRAFT_GRAPH, "captured_req_width", "attribute"),
             (_DRAFT_GRAPH, "max_bs", "attribute"),
             (_BATCH, "capture_hidden_mode", "attribute"),
             (_BATCH, "mm_input_embeds", "attribute"),
