@@ -87,7 +87,7 @@ def test_answers_under_mixing_are_likely_ones(heads: int, drafts: bool, tmp_path
 def test_drafts_of_mixed_prompts_are_as_good(tmp_path: Path) -> None:
     """The drafting layer reads new tokens of a verify step in units of its graph, others in a pass of their own: as
     many drafts are accepted. Of hidden states that are zeros, 8 % fewer were on a CPU."""
-    arguments = json.dumps({"attention_backend": "hybrid_mla", "page_size": 64, "mem_fraction_static": 0.3, **DRAFTS})
+    arguments = json.dumps({"attention_backend": "hybrid_mla", "page_size": 64, "max_total_tokens": 65536, **DRAFTS})
     script, found = Path(__file__).parent / "engine_drafts.py", {}
     for name, tokens in (("in turns", {"SGLANG_HYBRID_MLA_MIXED_TOKENS": "0"}), ("mixed", {})):
         paths = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
