@@ -34,6 +34,19 @@ CTAS_PER_SM = 2
 """Programs to aim at for each multiprocessor, one after the other: evens out requests of different lengths."""
 
 
+class Call(NamedTuple):
+    """Arguments of `AbsorbFP8.run`."""
+
+    q_absorbed: Tensor
+    q_rope: Tensor
+    pool: Tensor
+    page_table: Tensor
+    lens: Tensor
+    softmax_scale: float
+    out: Tensor
+    lse: Tensor
+
+
 class AbsorbFP8(ABC):
     """Attention of a batch of requests, each over the FP8 rows of its own pages.
 
@@ -142,9 +155,10 @@ class AbsorbFP8(ABC):
         Raises:
             ValueError: a shape, dtype or stride is not as above, or there are too many requests.
         """
-        self._check(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
+        call = Call(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
+        self._check(call)
         if len(lens):
-            self._attend(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
+            self._attend(call)
 
     def try_out(self, pool: Tensor, dtype: torch.dtype) -> None:
         """Run every kernel once, so that all are compiled and have shown that they run here. What they compute is not
@@ -171,31 +185,12 @@ class AbsorbFP8(ABC):
         return [1]
 
     @abstractmethod
-    def _attend(
-        self,
-        q_absorbed: Tensor,
-        q_rope: Tensor,
-        pool: Tensor,
-        page_table: Tensor,
-        lens: Tensor,
-        softmax_scale: float,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def _attend(self, call: Call) -> None:
         """`run`, of at least one request."""
 
-    def _check(
-        self,
-        q_absorbed: Tensor,
-        q_rope: Tensor,
-        pool: Tensor,
-        page_table: Tensor,
-        lens: Tensor,
-        softmax_scale: float,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def _check(self, call: Call) -> None:
         """Raise the ValueErrors of `run`."""
+        _, _, pool, page_table, lens, softmax_scale, out, lse = call
         requests, tokens = len(lens), len(lens) * self._query_tokens
         rank, dr = self._layout.kv_lora_rank, self._layout.qk_rope_head_dim
         self._layout.check(pool)
@@ -203,14 +198,16 @@ class AbsorbFP8(ABC):
             raise ValueError(f"{requests} requests, but there is room for {self._max_requests}")
         if not softmax_scale > 0:
             raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
-        for name, tensor, shape, dtypes in (
-            ("q_absorbed", q_absorbed, (tokens, self._heads, rank), (torch.bfloat16, torch.float32)),
-            ("q_rope", q_rope, (tokens, self._heads, dr), (torch.bfloat16, torch.float32)),
-            ("page_table", page_table, (requests, page_table.shape[-1]), (torch.int32,)),
-            ("lens", lens, (requests,), (torch.int32,)),
-            ("out", out, (tokens, self._heads, rank), (torch.bfloat16, torch.float32)),
-            ("lse", lse, (tokens, self._heads), (torch.float32,)),
+        floats, rows = (torch.bfloat16, torch.float32), (tokens, self._heads)
+        for name, shape, dtypes in (
+            ("q_absorbed", (*rows, rank), floats),
+            ("q_rope", (*rows, dr), floats),
+            ("page_table", (requests, page_table.shape[-1]), (torch.int32,)),
+            ("lens", (requests,), (torch.int32,)),
+            ("out", (*rows, rank), floats),
+            ("lse", rows, (torch.float32,)),
         ):
+            tensor = getattr(call, name)
             if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
                 raise ValueError(f"{name} must be {list(shape)} {dtypes}, not {list(tensor.shape)} {tensor.dtype}")
             if tensor.device != pool.device:
@@ -280,17 +277,8 @@ class HopperAbsorbFP8(AbsorbFP8):
         schedule_tails(lens, self._work, self._table, self._capacity, page_table)
         self._scheduled = len(lens), page_table.stride(0)
 
-    def _attend(
-        self,
-        q_absorbed: Tensor,
-        q_rope: Tensor,
-        pool: Tensor,
-        page_table: Tensor,
-        lens: Tensor,
-        softmax_scale: float,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def _attend(self, call: Call) -> None:
+        q_absorbed, q_rope, pool, page_table, lens, scale, out, lse = call
         if self._scheduled != (len(lens), page_table.stride(0)):
             raise ValueError(
                 f"{len(lens)} requests and rows of {page_table.stride(0)} pages must be those of begin_step: "
@@ -301,7 +289,7 @@ class HopperAbsorbFP8(AbsorbFP8):
         in_partials = out.data_ptr() == self._capacity.uncut_rows(self._partial_out, len(lens)).data_ptr()
         out, lse, no_lse = out.view(*by_request, -1), lse.view(by_request), no_lse.view(by_request)
         work = self._work, page_table, self._capacity
-        self._kernel.run(q_absorbed, q_rope, pool, *work, *partials, softmax_scale=softmax_scale)
+        self._kernel.run(q_absorbed, q_rope, pool, *work, *partials, softmax_scale=scale)
         merge(out, no_lse, *partials, self._table, out, lse, out_in_partials=in_partials)
 
 
@@ -345,17 +333,8 @@ class TritonAbsorbFP8(AbsorbFP8):
         uncut = [n for n in range(1, self._max_requests + 1) if self.splits(n) == 1]
         return sorted({1, *uncut[:1]})
 
-    def _attend(
-        self,
-        q_absorbed: Tensor,
-        q_rope: Tensor,
-        pool: Tensor,
-        page_table: Tensor,
-        lens: Tensor,
-        softmax_scale: float,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def _attend(self, call: Call) -> None:
+        q_absorbed, q_rope, pool, page_table, lens, scale, out, lse = call
         splits, tokens = self.splits(len(lens)), len(out)
         query = self._content[:tokens], self._scale[:tokens], self._rope[:tokens]
         quantize_query(q_absorbed, q_rope, *query)
@@ -369,7 +348,7 @@ class TritonAbsorbFP8(AbsorbFP8):
             layout=self._layout,
             page_size=self._page_size,
             splits=splits,
-            softmax_scale=softmax_scale,
+            softmax_scale=scale,
         )
         if splits > 1:
             no_lse = self._no_lse[:tokens]
