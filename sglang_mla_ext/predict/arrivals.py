@@ -34,8 +34,8 @@ from sglang_mla_ext.prefix.planner.transient import FEWEST_SAVED
 PASS_LAYER_S, PASS_EXPERTS_S = 2.5e-3, 2.5e-3
 """Host time of a layer of an eager prefill pass, and what experts add to it, on the slow host of a virtual machine."""
 HEARD_STEPS = 2
-"""Decode steps until a request's place is free: with overlap SGLang's scheduler hears of an end one step later, and has
-chosen the next step by then."""
+"""Decode steps until a request's place is free where passes keep the scheduler from choosing ahead: it hears of an end
+one step later, and has chosen the next step by then."""
 CLIENT_S = 0.025
 """From a request's last token until the next request has come to the scheduler, through server and client."""
 PAIR_REQUEST_S = 0.54e-3
@@ -181,7 +181,7 @@ def compared(
         return min(eager_pass(requests), mixed_seconds(of, traffic, requests, chunks))
 
     def in_turns(step: Callable[[int, int], float], prefill: Callable[[int], float]) -> Served:
-        return serve(traffic, cache(step), prefill=cache(prefill), ranks=of.dp)
+        return serve(traffic, cache(step), prefill=cache(prefill), ranks=of.dp, ahead=not traffic.host_s)
 
     found = {
         "absorb": in_turns(absorb, lambda requests: pass_seconds(stock, traffic, requests)),
@@ -190,7 +190,7 @@ def compared(
     if of.dp > 1:
         found["mixed"] = in_turns(chosen, fastest_pass)
     else:
-        found["mixed"] = serve(traffic, cache(chosen), mixed_tokens, cache(eager_pass), drafts=drafts)
+        found["mixed"] = serve(traffic, cache(chosen), mixed_tokens, cache(eager_pass), ahead=True, drafts=drafts)
     return mixed_tokens, found
 
 
@@ -202,6 +202,7 @@ def serve(
     ranks: int = 1,
     client_s: float = CLIENT_S,
     *,
+    ahead: bool = False,
     drafts: bool = False,
 ) -> Served:
     """Go through the steps.
@@ -213,20 +214,22 @@ def serve(
             `most_waiting`.
         ranks: of data parallelism.
         client_s: from a request's last token to the next request's arrival.
+        ahead: the host chooses a step when the one before begins, as SGLang's overlapping scheduler does where no pass
+            keeps it from that: a request waits for the end of that step, too. Otherwise it chooses between them.
         drafts: steps verify drafts.
     """
     draw, warm = random.Random(0), 2 * traffic.steps
     most = most_waiting(mixed_tokens, drafts=drafts)
     dealt = [traffic.requests // ranks + (rank < traffic.requests % ranks) for rank in range(ranks)]
     of = [_Rank(running, Counter(draw.randrange(warm - 2) for _ in range(running))) for running in dealt]
-    now, began = 0.0, 0.0
+    now, before, began = 0.0, 0.0, 0.0
     first: Counter[float] = Counter()
     between: Counter[float] = Counter()
     while of[0].steps < warm + STEPS // ranks:
         for rank in of:
-            rank.hear(now, traffic.question)
+            rank.hear(before if ahead else now, traffic.question)
         if not any(rank.running or rank.waiting for rank in of):
-            now = min(rank.sent[0] for rank in of if rank.sent)
+            now = before = min(rank.sent[0] for rank in of if rank.sent)
             continue
         in_pass = [rank for rank in of if rank.wait > most] if prefill is not None else []
         decoding = [rank for rank in of if rank not in in_pass]
@@ -236,7 +239,7 @@ def serve(
             new += tokens if rank in decoding else 0
         decode_s = step(running, new) if running or new else 0.0
         pass_s = prefill(ranks * max(len(rank.begun) for rank in in_pass)) if prefill and in_pass else 0.0
-        now += max(decode_s, pass_s)
+        before, now = now, now + max(decode_s, pass_s)
         for rank in of:
             first.update(now - came for came in rank.begun)
             # Of an answer's tokens the first is no decode step's.
@@ -251,7 +254,7 @@ def serve(
             ended = rank.ends.pop(rank.steps, 0)
             rank.running -= ended
             rank.told = Counter({now: rank.running})
-            rank.sent.extend([now + HEARD_STEPS * decode_s + client_s] * ended)
+            rank.sent.extend([now + (0 if ahead else HEARD_STEPS * decode_s) + client_s] * ended)
             rank.steps += 1
             if rank is of[0] and rank.steps == warm:
                 began = now
