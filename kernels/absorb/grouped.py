@@ -35,7 +35,7 @@ from ..storage.join_parts import join_parts
 from ..storage.page_table import fill_page_table
 from ..watch import Watched
 from . import sm90_bf16_absorb
-from .schedule import AbsorbCapacity, build_segment_work
+from .schedule import AbsorbCapacity, build_segment_work, empty_tail_table, empty_work
 from .stacking import TILE_ROWS, padded_heads
 from .tail_schedule import schedule_tails
 
@@ -125,8 +125,8 @@ class GroupedAbsorb(ABC):
         self._partial_out = zeros(*partials, self._rank, dtype=dtype)  # [P, W * H', rank]
         self._partial_lse2 = zeros(*partials, dtype=torch.float32)  # [P, W * H']
         self._no_lse = torch.full((self._max_requests, self._capacity.heads), -torch.inf, device=device)  # [B, W * H']
-        self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
-        self._tail_partials = self._capacity.empty_tail_table().to(device)
+        self._work = torch.from_numpy(empty_work(self._capacity)).to(device)
+        self._tail_partials = empty_tail_table(self._capacity).to(device)
         self._segment_partials = build_segment_work((), (), self._capacity).table.to(device)
         self._requests, self._segments = 0, 0  # of the plan
 

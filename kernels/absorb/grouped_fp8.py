@@ -16,7 +16,7 @@ from torch import Tensor
 from . import sm90_fp8_absorb
 from .grouped import GroupedAbsorb
 from .paged_fp8 import HopperKernel
-from .schedule import AbsorbCapacity
+from .schedule import AbsorbCapacity, empty_work
 
 
 class HopperGroupedAbsorbFP8(GroupedAbsorb):
@@ -44,7 +44,7 @@ class HopperGroupedAbsorbFP8(GroupedAbsorb):
             segment_rows=0,
             segment_partials=self._capacity.max_segment_partials,
         )
-        self._tail_work = torch.from_numpy(self._tail_capacity.empty_work()).to(self._device)
+        self._tail_work = torch.from_numpy(empty_work(self._tail_capacity)).to(self._device)
 
     def _attend(self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, softmax_scale: float) -> None:
         query, partials = (q_absorbed, q_rope), (self._partial_out, self._partial_lse2)

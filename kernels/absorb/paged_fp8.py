@@ -25,7 +25,7 @@ from ..partials import PartialTable
 from ..sizes import PAGE_TOKENS
 from ..storage.latent_rows import LatentRowLayout
 from .quantize_query import quantize_query
-from .schedule import AbsorbCapacity
+from .schedule import AbsorbCapacity, empty_tail_table, empty_work
 from .tail_schedule import schedule_tails
 from .triton_fp8_absorb import BLOCK_ROWS, run_kernel
 
@@ -263,8 +263,8 @@ class HopperAbsorbFP8(AbsorbFP8):
         zeros = partial(self._memory.zeros, *partials, device=device)
         self._partial_out = zeros(dims[0], dtype=torch.bfloat16)  # [P, W * H, 512]
         self._partial_lse2 = zeros(dtype=torch.float32)  # [P, W * H]
-        self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
-        self._table = self._capacity.empty_tail_table().to(device)
+        self._work = torch.from_numpy(empty_work(self._capacity)).to(device)
+        self._table = empty_tail_table(self._capacity).to(device)
         self._scheduled = 0, 0  # requests, and entries between rows of the page table
 
     def output(self, tokens: int, dtype: torch.dtype) -> Tensor:

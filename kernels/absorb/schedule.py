@@ -175,18 +175,22 @@ class AbsorbCapacity:
         This can be the output of a merge (`out_in_partials`), which then leaves them alone."""
         return partial_out[self.max_segment_partials :][:rows]
 
-    def empty_work(self) -> np.ndarray:
-        """`[size]` int32: a work list without items."""
-        work = np.zeros(self.size, np.int32)
-        work[self.tail_strips : self.segment_strips] = np.arange(self.max_rows * self.row_strips) * self.strip_rows
-        return work
 
-    def empty_tail_table(self) -> PartialTable:
-        """No row has a tail. The partials of a tail lie side by side, so what the device writes before every step is
-        where each row's begin and how many there are; the list itself is that of all partials of tails, and stays."""
-        table = PartialTable.empty(self.max_rows, self.max_tail_partials)
-        table.partials[:] = self.max_segment_partials + np.arange(self.max_tail_partials)
-        return table
+def empty_work(capacity: AbsorbCapacity) -> np.ndarray:
+    """`[size]` int32: a work list without items."""
+    work = np.zeros(capacity.size, np.int32)
+    work[capacity.tail_strips : capacity.segment_strips] = (
+        np.arange(capacity.max_rows * capacity.row_strips) * capacity.strip_rows
+    )
+    return work
+
+
+def empty_tail_table(capacity: AbsorbCapacity) -> PartialTable:
+    """No row has a tail. The partials of a tail lie side by side, so what the device writes before every step is
+    where each row's begin and how many there are; the list itself is that of all partials of tails, and stays."""
+    table = PartialTable.empty(capacity.max_rows, capacity.max_tail_partials)
+    table.partials[:] = capacity.max_segment_partials + np.arange(capacity.max_tail_partials)
+    return table
 
 
 @dataclass(frozen=True)

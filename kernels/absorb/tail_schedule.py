@@ -183,8 +183,8 @@ def schedule_tails(
 
     Args:
         lens: `[requests]` int32, tokens of each request's private tail, with those of its query tokens.
-        work: `[capacity.size]` int32, begun with `capacity.empty_work()` and holding the plan's segments; written.
-        table: begun with `capacity.empty_tail_table()`, on the device; written: which partial rows each tail has.
+        work: `[capacity.size]` int32, begun with `empty_work(capacity)` and holding the plan's segments; written.
+        table: begun with `empty_tail_table(capacity)`, on the device; written: which partial rows each tail has.
         page_table: `[at least requests, pages]` int32, the pages of each tail. Only its stride is used.
     Raises:
         ValueError: a shape, dtype or size is not as above, or there are too many requests.

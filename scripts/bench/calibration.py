@@ -23,6 +23,7 @@ from bench.shared import DTYPES, STORAGE
 from bench.tile_choice import LONG, SHORT, SHORTER, choose_tiles, shared_part, shared_part_and_merge
 from bench.timing import attempt, free_memory, measure
 from sglang_mla_ext.kernels.naive.tiles import Tile
+from sglang_mla_ext.prefix.planner import break_even
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, ModeRates
 from sglang_mla_ext.segment import Mode
@@ -74,10 +75,10 @@ def fit(mode: Mode, samples: Sequence[Sample], before: Mapping[str, Any]) -> dic
     for sample in samples:
         model = _model(sample, mode, values)
         if sample.bound == "memory":
-            amount = model.bytes_read(mode, sample.rows, sample.tokens)
+            amount = break_even.bytes_read(model, mode, sample.rows, sample.tokens)
             amounts.setdefault("bytes_per_s", []).append(amount / sample.seconds)
         elif sample.bound == "matrix":
-            amount = model.macs(mode, sample.rows, sample.tokens)
+            amount = break_even.macs(model, mode, sample.rows, sample.tokens)
             name = "fp8_macs_per_s" if sample.dtype == "fp8" else "macs_per_s"
             amounts.setdefault(name, []).append(amount / sample.seconds)
     values |= {name: significant(median(found)) for name, found in amounts.items()}

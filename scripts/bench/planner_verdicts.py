@@ -17,6 +17,7 @@ from scipy.optimize import differential_evolution
 from tabulate import tabulate
 
 from bench.records import newest_by
+from sglang_mla_ext.prefix.planner import break_even
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
@@ -69,7 +70,7 @@ def verdicts(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> list[Verd
 def _judge(record: Mapping[str, Any], rates: GpuRates) -> Verdict:
     case = record["case"]
     ms = {Mode(name): value for name, value in record["ms"].items()}
-    chosen = _cost_model(case, rates).best_mode(case["batch"], case["prefix"], list(ms))
+    chosen = break_even.best_mode(_cost_model(case, rates), case["batch"], case["prefix"], list(ms))
     return Verdict(case["heads"], case["prefix"], case["batch"], case["dtype"], ms, chosen)
 
 

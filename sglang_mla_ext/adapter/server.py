@@ -91,7 +91,7 @@ class Server:
     @cached_property
     def prefill_graphs(self) -> str:
         """Return how prefill is captured in CUDA graphs; "disabled" where it is not."""
-        backend: str = installed.prefill_graph_backend(self.args)
+        backend: str = self.args.cuda_graph_config.prefill.backend
         return backend
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_mla_ext.predict.report import GIB, Asked, chunks_for, from_data_sheet
 from sglang_mla_ext.predict.sharing import pays_from
 from sglang_mla_ext.predict.step import Deployment, allowed_modes
+from sglang_mla_ext.prefix.planner import break_even
 from sglang_mla_ext.segment import Mode
 
 PROMPTS = [round(2 ** (power / 2)) for power in range(16, 35)]  # 256 to 131,072 tokens
@@ -43,7 +44,9 @@ def _threshold(axes: Any, of: Deployment, asked: Asked) -> None:
         axes.plot(list(paying), list(paying.values()), style, color="C0", label=f"sharing pays, {label}")
     if (sheet := from_data_sheet(of)) is not None:
         axes.axhline(sheet, color="C1", label="equation 1, data sheet")
-    axes.axhline(of.cost.threshold_batch(), color="C2", linestyle="--", label="equation 1, rates of the kernels")
+    axes.axhline(
+        break_even.threshold_batch(of.cost), color="C2", linestyle="--", label="equation 1, rates of the kernels"
+    )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set(xlabel="tokens of the prompt", ylabel=f"requests{of.a_rank} that share it", title="Threshold")
@@ -88,9 +91,11 @@ def _roofline(axes: Any, of: Deployment, asked: Asked) -> None:
         for count in asked.requests:
             mine = of.per_rank(count)
             group = mine * of.cost.ranks
-            operations = 2 * of.cost.macs(mode, group, prompt)
+            operations = 2 * break_even.macs(of.cost, mode, group, prompt)
             seconds = of.cost.work_seconds(mode, group, prompt)
-            points.append((operations / of.cost.bytes_read(mode, group, prompt), operations / seconds / 1e12, mine))
+            points.append(
+                (operations / break_even.bytes_read(of.cost, mode, group, prompt), operations / seconds / 1e12, mine)
+            )
         across, up, _ = zip(*points, strict=True)
         marker, colour = STYLES[mode]
         axes.scatter(across, up, marker=marker, color=colour, label=mode.value.replace("_", " "))

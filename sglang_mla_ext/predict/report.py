@@ -20,6 +20,7 @@ from sglang_mla_ext.predict.memory import (
 )
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, allowed_modes, predict
+from sglang_mla_ext.prefix.planner import break_even
 from sglang_mla_ext.prefix.planner.gpu_rates import ModeRates
 from sglang_mla_ext.segment import Mode
 
@@ -147,7 +148,7 @@ def thresholds(of: Deployment, prompts: Sequence[int], divided: Memory | None = 
 
     return {
         "equation_1_data_sheet": from_data_sheet(of),
-        "equation_1_measured_rates": of.cost.threshold_batch(),
+        "equation_1_measured_rates": break_even.threshold_batch(of.cost),
         "pays_from": {str(prompt): pays(prompt, chunks_for(prompt, divided)) for prompt in prompts},
         "pays_from_all_expanded": {str(prompt): pays(prompt, chunks_for(prompt, None)) for prompt in prompts},
     }
@@ -160,7 +161,7 @@ def from_data_sheet(of: Deployment) -> float | None:
     matrix = sheet.flops(of.latent_element_bytes) / 2
     rates = ModeRates(sheet.bytes_per_s, matrix, matrix, overhead_s=0, row_tile=1)
     gpu = dataclasses.replace(of.gpu.rates, modes=dict.fromkeys(Mode, rates))
-    return dataclasses.replace(of.cost, rates=gpu).threshold_batch()
+    return break_even.threshold_batch(dataclasses.replace(of.cost, rates=gpu))
 
 
 def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, requests: int) -> dict[str, Any]:

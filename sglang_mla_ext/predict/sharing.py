@@ -11,6 +11,7 @@ from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, P
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
+from sglang_mla_ext.prefix.memory.coverage import missing
 from sglang_mla_ext.prefix.memory.pool import ExpandedPool
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gains import Gains
@@ -104,12 +105,12 @@ def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
     tokens = prompt // unit * unit
     if requests * cost.query_tokens > MAX_ROWS or not tokens:
         return Plan(requests)
-    tree, pool = _Prompt(tokens), ExpandedPool(chunks, CHUNK_TOKENS)
+    tree, pool, counters = _Prompt(tokens), ExpandedPool(chunks, CHUNK_TOKENS), Counters()
+    source = RadixSource(pool, counters, tree)
     everything = AllocationRequest([tree], [tokens], 0, tokens, worth=0.0)
-    (reach,), _ = pool.allot([everything], tree)
-    for chunk in list(pool.missing(everything._replace(end=reach))):
+    (reach,), _ = pool.allot([everything], source)
+    for chunk in list(missing(pool, everything._replace(end=reach))):
         pool.fill(chunk, min((chunk.index + 1) * CHUNK_TOKENS, reach))
-    counters = Counters()
     planner = Planner(
         HybridMLAOptions(),
         cost,
@@ -120,7 +121,7 @@ def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
         grouped_page=PAGE_TOKENS if may_group(cost) else None,
     )
     # No expander: nothing is left to expand.
-    sharing = Sharing(RadixSource(pool, counters, tree), pool, planner, None, counters)
+    sharing = Sharing(source, pool, planner, None, counters)
     return sharing.plan_decode(range(requests * cost.ranks))
 
 

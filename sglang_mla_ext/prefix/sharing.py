@@ -11,9 +11,10 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
-from sglang_mla_ext.prefix.memory.expansion import Expander, Expansion, Nodes
-from sglang_mla_ext.prefix.memory.pool import NOT_COVERED, ExpandedPool
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest, Nodes
+from sglang_mla_ext.prefix.memory.coverage import covered_paths
+from sglang_mla_ext.prefix.memory.expansion import Expander, Expansion
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
 from sglang_mla_ext.prefix.planner.branches import Branches
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.prefix.planner.planner import Held, Planned, Planner
@@ -45,7 +46,7 @@ class Source(Nodes, Protocol):
         ...
 
     def reach(self, nodes: Sequence[Hashable], ends: Sequence[int], start: int) -> tuple[int, list[int]]:
-        """Return how far consecutive nodes are expanded for a plan, see ExpandedPool.covered."""
+        """Return how far consecutive nodes are expanded for a plan, see coverage.covered."""
         ...
 
     def expanded_lens(self, requests: Sequence[Any], prefix_lens: Sequence[int]) -> list[int]:
@@ -126,11 +127,6 @@ class Sharing:
         """The plan of the last decode step."""
         return self.shown.planned.plan
 
-    @property
-    def tokens_without_memory(self) -> int:
-        """See Expansion."""
-        return self.expansion.tokens_without_memory
-
     # ---- a pass
 
     def before_prefill(
@@ -193,9 +189,7 @@ class Sharing:
         tree = shared if shared is not None else self.source.shared(reqs, expanded_of=range(len(reqs)))
         if tree is None:
             return Plan(len(reqs))
-        paths = self.pool.covered_paths(tree)
-        covered = [paths[node] if node >= 0 else NOT_COVERED for node in tree.deepest]
-        return self.planner.plan_prefill(covered, prefix_lens, new_tokens, always=always)
+        return self.planner.plan_prefill(covered_paths(self.pool, tree), prefix_lens, new_tokens, always=always)
 
     def plan_decode(self, reqs: Sequence[Any]) -> Plan:
         """Plan a decode step; an unchanged plan is the same object.
@@ -268,14 +262,6 @@ class Sharing:
 
     # ---- what is known of it
 
-    def expanded_lens(self, reqs: Sequence[Any], prefix_lens: Sequence[int]) -> list[int]:
-        """Return `[requests]` how many of each request's cached tokens are expanded, from the first one on.
-
-        Args:
-            prefix_lens: `[requests]` tokens of each request that are cached.
-        """
-        return self.source.expanded_lens(reqs, prefix_lens)
-
     def held(self) -> list[Held]:
         """Return what the requests of the last decode step, or pass with new tokens in it, shared."""
         return self._last.planned.held()
@@ -314,7 +300,7 @@ class Sharing:
 
     def forget(self) -> None:
         """Drop everything: the cache was flushed, or the weights changed."""
-        self._counters.evictions += self.pool.drop_all()
+        self._counters.evictions += self.pool.drop(self.pool.nodes)
         self.source.forget()
         self.expansion.forget()
         self.asked = Asked()

@@ -42,6 +42,15 @@ class SharedTree:
             above.append(index if left and node not in nodes else above[parent] if parent >= 0 else -1)
         return replace(self, deepest=[above[node] if node >= 0 else -1 for node in self.deepest])
 
+    def path(self, node: int) -> tuple[list[Hashable], list[int]]:
+        """Return the nodes from the root to this one, and the tokens from the root to the end of each."""
+        places = []
+        while node >= 0:
+            places.append(node)
+            node = self.parents[node]
+        places.reverse()
+        return [self.nodes[place] for place in places], [self.ends[place] for place in places]
+
     def from_request(self, first: int) -> SharedTree:
         """As if there were only the requests from this one on, and the nodes that they hold."""
         if not first:

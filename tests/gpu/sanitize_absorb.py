@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
 from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8
-from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, build_segment_work
+from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, build_segment_work, empty_tail_table, empty_work
 from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails
 from sglang_mla_ext.kernels.merge import merge
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -69,11 +69,11 @@ def absorb_error(device: str, heads: int, queries: int = 1) -> float:
     capacity = AbsorbCapacity(rows, heads * queries, PROGRAMS, query_tokens=queries)
     segments = [Segment(SHARED_ROWS, 0, SHARED_PAGES * PAGE, Mode.GROUPED_ABSORB)]
     plan = build_segment_work(segments, [rows * table.shape[1]], capacity)
-    work = torch.from_numpy(capacity.empty_work())
+    work = torch.from_numpy(empty_work(capacity))
     work[: len(plan.head)] = torch.from_numpy(plan.head)
     work[capacity.segment_strips :][: len(plan.strips)] = torch.from_numpy(plan.strips)
     work, table, of_segments = work.to(device), table.to(device), plan.table.to(device)
-    of_tails = capacity.empty_tail_table().to(device)
+    of_tails = empty_tail_table(capacity).to(device)
     schedule_tails(torch.tensor(LENGTHS, dtype=torch.int32, device=device), work, of_tails, capacity, table)
     shape = capacity.max_partial_rows, capacity.heads
     partials = torch.full((*shape, RANK), torch.nan, dtype=torch.bfloat16, device=device)

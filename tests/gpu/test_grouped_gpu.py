@@ -17,7 +17,7 @@ from triton.testing import do_bench_cudagraph
 
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
 from sglang_mla_ext.kernels.absorb.grouped import HopperGroupedAbsorb
-from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, build_segment_work
+from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, build_segment_work, empty_tail_table, empty_work
 from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails
 from sglang_mla_ext.kernels.dispatch import make_grouped_absorb
 from sglang_mla_ext.kernels.merge import merge
@@ -288,11 +288,11 @@ def test_the_kernel_takes_any_multiple_of_eight_heads(heads: int) -> None:
     sm_count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     capacity = AbsorbCapacity(rows, heads, sm_count)
     segments = build_segment_work([Segment(group, 0, shared, Mode.GROUPED_ABSORB)], [rows * width], capacity)
-    work = torch.from_numpy(capacity.empty_work())
+    work = torch.from_numpy(empty_work(capacity))
     work[: len(segments.head)] = torch.from_numpy(segments.head)
     work[capacity.segment_strips :][: len(segments.strips)] = torch.from_numpy(segments.strips)
     work, segment_table = work.to(DEVICE), segments.table.to(DEVICE)
-    tail_table = capacity.empty_tail_table().to(DEVICE)
+    tail_table = empty_tail_table(capacity).to(DEVICE)
     schedule_tails(lens, work, tail_table, capacity, table)
     out = torch.full((capacity.max_partial_rows, heads, RANK), NAN, dtype=DTYPE, device=DEVICE)
     lse2 = torch.full(out.shape[:2], NAN, device=DEVICE)

@@ -39,6 +39,8 @@ from sglang_mla_ext.kernels.absorb.schedule import (  # noqa: E402
     ITEM_BLOCKS,
     AbsorbCapacity,
     build_segment_work,
+    empty_tail_table,
+    empty_work,
 )
 from sglang_mla_ext.kernels.absorb.stacking import TILE_ROWS  # noqa: E402
 
@@ -118,7 +120,7 @@ class Work:
             rows, first_page = rows[3 if case.nested else size :], first_page + -(-length // BLOCK_KEYS)
         self.pages = first_page
         self.segment_work = build_segment_work(self.segments, self.first_pages, self.capacity)
-        self.array = torch.from_numpy(self.capacity.empty_work())
+        self.array = torch.from_numpy(empty_work(self.capacity))
         # What an earlier step left must not matter.
         self.array[self.capacity.first_item : self.capacity.tail_strips] = -1
         self.array[: len(self.segment_work.head)] = torch.from_numpy(self.segment_work.head)
@@ -128,7 +130,7 @@ class Work:
             self.array[ranges : ranges + with_tails] = 1 << 30
         strips = torch.from_numpy(self.segment_work.strips)
         self.array[self.capacity.segment_strips :][: len(strips)] = strips
-        table = self.capacity.empty_tail_table().to("cpu")
+        table = empty_tail_table(self.capacity).to("cpu")
         table.begins.fill_(-1)
         table.counts.fill_(-1)
         page_table = torch.empty(self.capacity.max_rows, self.width, dtype=torch.int32)
@@ -290,7 +292,7 @@ def test_what_does_not_fit_is_refused() -> None:
         AbsorbCapacity(8, 128, 1)
     with pytest.raises(ValueError, match="multiple of 8"):
         AbsorbCapacity(8, 20, 4).size  # noqa: B018
-    work, table = torch.zeros(capacity.size, dtype=torch.int32), capacity.empty_tail_table().to("cpu")
+    work, table = torch.zeros(capacity.size, dtype=torch.int32), empty_tail_table(capacity).to("cpu")
     pages = torch.zeros(20, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="9 rows"):
         schedule_tails(torch.zeros(9, dtype=torch.int32), work, table, capacity, pages)

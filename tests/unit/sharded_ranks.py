@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_mla_ext.adapter.ranks.sharded import hold_vote
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.memory.pool import ExpandedPool
@@ -91,7 +90,7 @@ class Rank:
     def __post_init__(self) -> None:
         self.prefixes, self.reports, self.member = self.parts
         self.prefixes.expansion._expander = self
-        self.vote = Vote()
+        self.vote = Vote(self.member)
 
     def fail(self, what: str, error: Exception) -> None:
         self.failures.append(f"{what}: {error}")
@@ -115,7 +114,7 @@ class Rank:
     def step(self, tokens: Sequence[int], each: int | None = None) -> ShardedPlan | None:
         given = self.given if self.willing else None
         gather = self.meeting.gather(self.rank)
-        decided = hold_vote(self.vote, self.member, given, tokens, each or max(tokens), gather, self.fail)
+        decided = self.vote.hold(given, tokens, each or max(tokens), gather, self.fail)
         plan, self.refused = (None, decided) if isinstance(decided, str) else (decided, None)
         self.member.begin(plan)
         if plan is not None:

@@ -15,6 +15,7 @@ from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.planner import break_even
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.segment import Mode
@@ -88,5 +89,7 @@ def smallest_group(
     if context.options.mode != "auto":
         return -(-2 // cost.ranks)
     limit = context.step_requests * cost.ranks
-    smallest = cost.smallest_profitable_group(context.model.context_len, [Mode.ABSORB, *allowed], limit=limit)
+    smallest = break_even.smallest_profitable_group(
+        cost, context.model.context_len, [Mode.ABSORB, *allowed], limit=limit
+    )
     return smallest and -(-smallest // cost.ranks)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_mla_ext.adapter.build.model import STORAGE_DTYPES, Model, described
-from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
 from sglang_mla_ext.adapter.launch import sharded_prefixes
 from sglang_mla_ext.adapter.prefill.prefill_graph import PrefillGraph
@@ -146,7 +145,8 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     taken = transient_bytes(server, model, options.transient_tokens) + prefill_graph_bytes(server, model)
     if not server.on_gpu or not needs_latent(server, stock_decodes=not model.fp8):
         return taken
-    requests, query_tokens = installed.most_requests(configurator), server.query_tokens
+    any_tokens = 1 << 40  # the most requests there can be, however many tokens there is room for
+    requests, query_tokens = int(configurator.resolve_max_num_reqs(any_tokens)), server.query_tokens
     sizes = LatentSizes(
         heads=model.heads,
         kv_lora_rank=model.first.kv_lora_rank,

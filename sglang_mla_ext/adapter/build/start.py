@@ -5,6 +5,7 @@ What fails here ends the start, with its message: a server that does not do what
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -68,10 +69,15 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
         limits.check_fp8_cache(runner.server_args, on_gpu=on_gpu)
     if process.options is None or process.budget_bytes is None:
         raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
     from sglang_mla_ext.adapter.build.assemble import build
     from sglang_mla_ext.adapter.step import layer as mla_layer
 
-    options, memory = process.options, Memory(installed.memory_region(runner))
+    # SGLang releases what is allocated in such a context with its KV cache while it sleeps. It comes back at the same
+    # addresses with other contents. Without --enable-memory-saver the context does nothing.
+    region = functools.partial(runner.memory_saver_adapter.region, GPU_MEMORY_TYPE_KV_CACHE)
+    options, memory = process.options, Memory(region)
     mla_layer.accept_query_parts(not models.scales_queries(runner.server_args))
     backend, steps, rule = build(runner, options, process.budget_bytes, memory)
     if steps.sharded is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from sglang_mla_ext.adapter.compat import releases
@@ -80,8 +80,14 @@ def compare(asked: Iterable[Feature] = Feature) -> dict[Feature, list[str]]:
     have = installed_version()
     if have is None or is_too_old(have):
         return {Feature.BASE: [f"sglang is {have or 'not installed'}; this release works with {', '.join(SUPPORTED)}"]}
+    of, wanted = table(), frozenset(asked)
+    tree = SourceTree(of.fields_of)
+    found: dict[Feature, list[str]] = {}
     with without_collector():
-        return _differences(table(), frozenset(asked))
+        for use in of.uses:
+            if use.feature in wanted and (what := difference(use, tree)) is not None:
+                found.setdefault(use.feature, []).append(f"{use.path} ({use.why}): {what}")
+    return found
 
 
 def targets(paths: Iterable[str]) -> dict[str, tuple[str, Feature]]:
@@ -125,15 +131,6 @@ def is_too_old(have: str) -> bool:
 def is_supported(have: str) -> bool:
     """Return whether a release is one of the supported ones, or between them."""
     return not is_too_old(have) and _numbers(have) <= _numbers(list(SUPPORTED)[-1])
-
-
-def _differences(of: Table, asked: Collection[Feature]) -> dict[Feature, list[str]]:
-    tree = SourceTree(of.fields_of)
-    found: dict[Feature, list[str]] = {}
-    for use in of.uses:
-        if use.feature in asked and (what := difference(use, tree)) is not None:
-            found.setdefault(use.feature, []).append(f"{use.path} ({use.why}): {what}")
-    return found
 
 
 def difference(use: Use, tree: SourceTree) -> str | None:

@@ -1,5 +1,4 @@
-"""New tokens in the shape in which a drafting layer takes verified ones: W rows a unit, as a verify step has W query
-tokens of each request."""
+"""New tokens in the shape in which a verify step has its query tokens, and a drafting layer takes them: in units."""
 
 from __future__ import annotations
 
@@ -8,25 +7,32 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sglang_mla_ext.rows import Rows
+
 
 class Units(NamedTuple):
-    """New tokens in units of W rows.
+    """New tokens of a batch as rows of whole units.
 
     Attributes:
-        width: W. ends: `[requests]` units up to each request's last one.
-        lens: `[units]` tokens before each; host_lens: the same on the host.
-        source: `[rows]` which of the batch's new tokens each row is; padding is the request's last one.
-        positions: `[rows]` in the request; slots: `[rows]` that are written.
-        table_rows: `[units]` places in the table of slots.
-        last: `[requests]` row of each request's last token.
+        width: rows of a unit, W. rows: of each request. host_lens: `lens` on the host.
+        tokens: `[rows]` ids; positions: `[rows]`, in the request.
+        source: `[rows]` which of the batch's new tokens each is, the request's last one for padding.
+        beyond: `[rows]` how far behind that token.
+        slots: `[rows]` that are written; until they are known, those of the page of padding, -1 for the request's own.
+        requests: `[units]` of each unit; lens: `[units]` tokens before it.
+        padding: rows that are padding, real: the others, last: `[requests]` the last of these of each request.
     """
 
     width: int
-    ends: tuple[int, ...]
-    lens: Tensor
+    rows: Rows
     host_lens: Tensor
-    source: Tensor
+    tokens: Tensor
     positions: Tensor
+    source: Tensor
+    beyond: Tensor
     slots: Tensor
-    table_rows: Tensor
+    requests: Tensor
+    lens: Tensor
+    padding: Tensor
+    real: Tensor
     last: Tensor

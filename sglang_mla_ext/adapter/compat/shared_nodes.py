@@ -60,7 +60,35 @@ class Forks:
     def forget(self) -> None:
         self._last, self._before = {}, {}
 
-    def find(self, ends: Sequence[TreeNode | None]) -> tuple[list[TreeNode | None], bool]:
+    def shared(
+        self,
+        ends: Sequence[TreeNode | None],
+        marked: Collection[TreeNode],
+        whole: Collection[int],
+        of: Collection[int] | None,
+        *,
+        remember: bool,
+    ) -> SharedNodes:
+        """Return what paths share; see prefix.tree.Tree.
+
+        Args:
+            ends: the node that each path ends in; None for a path of none.
+            marked, whole, of: see `also`, `whole` and `of` there.
+            remember: False in a question beside the passes, for what is marked.
+        """
+        forks: list[TreeNode | None] = [None] * len(ends)
+        complete = True
+        if remember:
+            forks, complete = self._find(ends)
+        if marked:
+            forks, all_marked = _with_marked(forks, ends, marked, range(len(ends)) if of is None else of)
+            complete &= all_marked
+        if whole:
+            forks = [ends[path] if path in whole else fork for path, fork in enumerate(forks)]
+        found = _all_above(forks)
+        return found._replace(complete=found.complete and complete)
+
+    def _find(self, ends: Sequence[TreeNode | None]) -> tuple[list[TreeNode | None], bool]:
         """Find the forks of paths.
 
         Args:
@@ -101,43 +129,19 @@ class Forks:
         return nodes, complete
 
 
-def find_with(ends: Sequence[TreeNode | None], also: Collection[TreeNode]) -> tuple[list[TreeNode | None], bool]:
-    """Find forks as `Forks.find` does, where nodes in `also` count as held by others; nothing is remembered."""
-    nodes: list[TreeNode | None] = []
-    left, complete = WALK_LIMIT, True
-    for end in ends:
-        node = end
-        while node is not None and node.lock_ref < 2 and node not in also and node.parent is not None:
-            if not left:
-                complete, node = False, None
-                break
-            node = node.parent
-            left -= 1
-        nodes.append(node)
-    return nodes, complete
-
-
-def with_marked(
-    forks: list[TreeNode | None], ends: Sequence[TreeNode | None], marked: Collection[TreeNode], of: Collection[int]
+def _with_marked(
+    forks: Sequence[TreeNode | None], ends: Sequence[TreeNode | None], marked: Collection[TreeNode], of: Collection[int]
 ) -> tuple[list[TreeNode | None], bool]:
-    """These forks, but for paths in `of` the last node in `marked`, where that is below; and whether all were found."""
-    if not marked or not of:
-        return forks, True
+    """Return these forks, but for paths in `of` the last node that others hold or that is marked; and whether all were
+    found."""
     nodes, left = list(forks), WALK_LIMIT
     for path in of:
-        node, fork = ends[path], forks[path]
-        while left and node is not None and node is not fork and node not in marked and node.parent is not None:
+        node = ends[path]
+        while left and node is not None and node.lock_ref < 2 and node not in marked and node.parent is not None:
             node = node.parent
             left -= 1
-        nodes[path] = node if left else fork
+        nodes[path] = node if left else forks[path]
     return nodes, left > 0
-
-
-def with_whole_paths(
-    forks: Sequence[TreeNode | None], ends: Sequence[TreeNode | None], whole: Collection[int]
-) -> Sequence[TreeNode | None]:
-    """Return these forks, but for paths in `whole` the nodes that they end in."""
-    return [ends[path] if path in whole else fork for path, fork in enumerate(forks)] if whole else forks
 
 
 def _climb(node: TreeNode, top: TreeNode | None, left: int) -> tuple[TreeNode, TreeNode | None, int]:
@@ -153,7 +157,7 @@ def _climb(node: TreeNode, top: TreeNode | None, left: int) -> tuple[TreeNode, T
     return node, top, left
 
 
-def all_above(forks: Sequence[TreeNode | None]) -> SharedNodes:
+def _all_above(forks: Sequence[TreeNode | None]) -> SharedNodes:
     """Return all nodes from these forks to the root, each once. Their order does not depend on that of the forks."""
     nodes: list[TreeNode] = []
     parents: list[int] = []

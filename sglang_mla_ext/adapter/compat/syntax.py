@@ -214,8 +214,8 @@ class SourceTree:
         if name not in self._modules:
             self._modules[name] = None
             if (file := self._file(name)) is not None:
-                names = _last_bindings(self._parse(file).body)
-                self._modules[name] = Module(name, file.name == "__init__.py", names)
+                body = [] if file.is_dir() else ast.parse(self._read(file)).body
+                self._modules[name] = Module(name, file.name == "__init__.py", _last_bindings(body))
         return self._modules[name]
 
     def _file(self, name: str) -> Path | None:
@@ -226,11 +226,6 @@ class SourceTree:
             if path.is_dir():
                 return path  # a package without __init__.py
         return None
-
-    def _parse(self, file: Path) -> ast.Module:
-        if file.is_dir():
-            return ast.Module(body=[], type_ignores=[])
-        return ast.parse(self._read(file))
 
     def _read(self, file: Path) -> str:
         return file.read_text(encoding="utf-8")
@@ -308,23 +303,17 @@ def _assigned_to_self(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
                         yield target.attr, inner
 
 
-def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """Yield statements and those inside of them, but for the bodies of functions and classes."""
     for node in body:
         yield node
-        if isinstance(node, Function | ast.ClassDef):
-            continue
-        for part in ("body", "orelse", "finalbody"):
-            yield from _statements(getattr(node, part, ()))
-        for inner in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-            yield from _statements(inner.body)
+        if not isinstance(node, Function | ast.ClassDef):
+            parts = ast.iter_child_nodes(node)
+            yield from _statements(
+                part for part in parts if isinstance(part, ast.stmt | ast.excepthandler | ast.match_case)
+            )
 
 
-def _targets(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[ast.expr]:
-    targets = list(node.targets if isinstance(node, ast.Assign) else [node.target])
-    while targets:
-        target = targets.pop()
-        if isinstance(target, ast.Tuple | ast.List):
-            targets += target.elts
-        else:
-            yield target
+def _targets(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[ast.AST]:
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        yield from (part for part in ast.walk(target) if isinstance(getattr(part, "ctx", None), ast.Store))

@@ -6,9 +6,11 @@ Imports nothing of SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from textwrap import dedent
 
 
 class Feature(Enum):
@@ -79,14 +81,14 @@ class Changes:
     `sglang.srt` where they do not begin with a package's name.
 
     Attributes:
-        uses: what is used besides, or otherwise than before.
+        uses: what is used besides, or otherwise than before, by the feature that needs it; see `read_uses`.
         renamed: old path -> new path, of things and of what they are in.
         gone: paths of what is used no more, with all below them.
         reads: what SGLang reads of a backend besides.
         fields_of: see SourceTree; None where it is as before.
     """
 
-    uses: tuple[Use, ...] = ()
+    uses: Mapping[Feature, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     gone: tuple[str, ...] = ()
     reads: tuple[Read, ...] = ()
@@ -111,10 +113,11 @@ class Table:
         """Return the table of the release that follows on this one."""
         renamed = tuple((dotted(old), dotted(new)) for old, new in changes.renamed.items())
         kept = [replace(use, path=_renamed(use.path, renamed)) for use in self.uses]
-        gone, again = [dotted(path) for path in changes.gone], {use.path for use in changes.uses}
+        new = [use for feature, text in changes.uses.items() for use in read_uses(feature, text)]
+        gone, again = [dotted(path) for path in changes.gone], {use.path for use in new}
         kept = [use for use in kept if use.path not in again and not any(_is_in(use.path, path) for path in gone)]
         return Table(
-            uses=(*kept, *changes.uses),
+            uses=(*kept, *new),
             read_of_backend=(*self.read_of_backend, *changes.reads),
             fields_of=self.fields_of if changes.fields_of is None else changes.fields_of,
             renamed=(*self.renamed, *renamed),
@@ -136,34 +139,31 @@ def _is_in(path: str, outer: str) -> bool:
     return f"{path}.".startswith(f"{outer}.")
 
 
-# ---- entries in few words
-
-
 def dotted(path: str) -> str:
-    """A path with the package's name."""
+    """Return a path with the package's name."""
     return path if path.split(".")[0] in ("sglang", "sgl_kernel") else f"sglang.srt.{path}"
 
 
-def use(path: str, kind: str, why: str, params: str = "", keywords: str = "") -> Use:
-    """One entry; parameters as words."""
-    return Use(dotted(path), kind, why, tuple(params.split()), tuple(keywords.split()))
+_NAME = re.compile(r"(class\s+)?(\w+)(\[\]|\(([^)]*)\))?")
 
 
-def function(path: str, params: str, why: str, keywords: str = "") -> tuple[Use]:
-    """A function; parameters as words."""
-    return (use(path, "function", why, params, keywords),)
+def read_uses(feature: Feature, text: str) -> Iterator[Use]:
+    """Yield the entries of a table: reasons, and behind or below each of them owners with their names.
 
+        storing keys: mem_cache.memory_pool.MLATokenToKVPool: dtype set_kv_buffer(self, layer, *, cache_k)
+        who is let in
+            managers.schedule_policy: class PrefillAdder
+            managers.schedule_policy.PrefillAdder: can_run_list[]
 
-def attributes(owner: str, names: str, why: str, kind: str = "attribute") -> tuple[Use, ...]:
-    """Attributes, as words, of a class or module."""
-    return tuple(use(f"{owner}.{name}", kind, why) for name in names.split())
-
-
-def methods(owner: str, names: str, why: str) -> tuple[Use, ...]:
-    """Methods, as words, that take no argument."""
-    return tuple(use(f"{owner}.{name}", "function", why, "self") for name in names.split())
-
-
-def needed_for(feature: Feature, *uses: Use) -> tuple[Use, ...]:
-    """Entries that only a server with this feature needs."""
-    return tuple(replace(each, feature=feature) for each in uses)
+    A name is an attribute's; `name[]` one that holds a list; `class name`; or a function, with the leading parameters
+    that we rely on, and behind a star others that we pass by name. The names of an owner may go on in further lines.
+    """
+    apart = re.sub(r"^(\S.*): ([\w.]+: )", r"\1\n    \2", dedent(text).strip(), flags=re.MULTILINE)
+    for block in re.split(r"\n(?=\S)", apart):
+        why, *owners = re.split(r"\n {4}(?=\S)", block)
+        for owner, _, names in (each.partition(":") for each in owners):
+            for is_class, name, given, params in _NAME.findall(names):
+                leading, _, by_name = params.partition("*")
+                kind = "class" if is_class else "list" if given == "[]" else "function" if given else "attribute"
+                path, params_of = dotted(f"{owner}.{name}"), re.compile(r"\w+").findall
+                yield Use(path, kind, why, tuple(params_of(leading)), tuple(params_of(by_name)), feature)

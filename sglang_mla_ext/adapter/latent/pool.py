@@ -189,7 +189,20 @@ def around_build_mla_pool(
     """
     if not is_built_for(configurator):
         return original(configurator, max_total_num_tokens=max_total_num_tokens, **others)
-    return LatentPool(max_total_num_tokens, **installed.latent_pool_arguments(configurator))
+    from sglang.srt.runtime_context import get_exec
+
+    return LatentPool(
+        max_total_num_tokens,
+        page_size=configurator.pool_page_size,
+        dtype=configurator.kv_cache_dtype,
+        kv_lora_rank=configurator.model_config.kv_lora_rank,
+        qk_rope_head_dim=configurator.model_config.qk_rope_head_dim,
+        layer_num=configurator.layer_info.num_effective_layers,
+        device=configurator.device,
+        enable_memory_saver=get_exec().features.enable_memory_saver,
+        start_layer=configurator.layer_info.start_layer,
+        end_layer=configurator.layer_info.end_layer,
+    )
 
 
 def around_build_hybrid_pool(

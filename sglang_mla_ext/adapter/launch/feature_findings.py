@@ -60,6 +60,8 @@ def draft_tree(args: ServerArgs | ResolvedArgs) -> list[Finding]:
 
 def drafts(server: Server) -> list[Finding]:
     """Refuse drafts other than one chain of a length that never changes."""
+    from sglang.srt.environ import envs
+
     args = server.args
     if found := draft_tree(args):
         return found
@@ -74,7 +76,7 @@ def drafts(server: Server) -> list[Finding]:
         flag = "--speculative-draft-attention-backend"
         text = f"{flag} {BACKEND_NAME} is not supported, drafts share nothing: remove it."
         found.append(Finding(flag, text))
-    if installed.plans_on_a_stream():
+    if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
         name = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
         found.append(Finding(name, f"{name} is not supported, as it is not by flashmla: unset it."))
     flags = {

@@ -56,7 +56,7 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
     server_args.page_size = PAGE_TOKENS
     # What other releases capture, and other backends, does not share, and cannot read an FP8 cache.
     if not installed.shares_in_prefill_graphs() or installed.attention_backends(server_args)[0] != BACKEND_NAME:
-        installed.disable_prefill_graph(server_args)
+        server_args.disable_prefill_cuda_graph = True
     if server_args.speculative_algorithm is not None and installed.attention_backends(server_args)[0] != BACKEND_NAME:
         server_args.speculative_attention_mode = "decode"
 

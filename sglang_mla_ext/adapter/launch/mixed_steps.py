@@ -31,7 +31,7 @@ def obstacle(args: ResolvedArgs, on_gpu: bool) -> str | None:
         "layers with linear attention": installed.linear_layers(args) is not None,
         # SGLang fills their table of tokens for prefill passes alone (LongCat-Flash-Lite).
         "n-gram embeddings": bool(getattr(installed.model_config(args), "use_ngram_embedding", False)),
-        "decode without CUDA graphs": on_gpu and installed.decode_graph_backend(args) == "disabled",
+        "decode without CUDA graphs": on_gpu and args.cuda_graph_config.decode.backend == "disabled",
         "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.server import Server
 
 VARIABLE = "SGLANG_MAX_KV_CHUNK_CAPACITY"
@@ -23,7 +22,9 @@ def warning(server: Server) -> str | None:
         return None
     # Content and values come of one product, and whole keys are a copy, in BF16.
     token_bytes = 2 * sizes.heads * (sizes.nope + sizes.v + sizes.nope + sizes.rope)
-    tokens = installed.prefill_chunk_tokens()
+    from sglang.srt.environ import envs
+
+    tokens = int(envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get())
     left = memory_bytes * (1 - args.mem_fraction_static)
     if tokens * token_bytes <= SHARE * left:
         return None

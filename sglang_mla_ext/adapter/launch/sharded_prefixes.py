@@ -32,7 +32,7 @@ def obstacle(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> str
         "--moe-dense-tp-size with --enable-dp-lm-head and --moe-a2a-backend": args.moe_dense_tp_size is not None
         and bool(args.enable_dp_lm_head)
         and args.moe_a2a_backend not in (None, "none"),
-        "decode without CUDA graphs": on_gpu and installed.decode_graph_backend(args) == "disabled",
+        "decode without CUDA graphs": on_gpu and args.cuda_graph_config.decode.backend == "disabled",
         "a CPU, whose ranks have no memory in common (peers)": options.prefix_sharding == "peers" and not on_gpu,
         "ranks on several nodes (peers)": options.prefix_sharding == "peers" and args.nnodes > 1,
         "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),

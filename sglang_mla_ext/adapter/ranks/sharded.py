@@ -25,9 +25,8 @@ from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.sharded.member import Member
 from sglang_mla_ext.prefix.sharded.names import Name, Names, chunk_names
 from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
-from sglang_mla_ext.prefix.sharded.report import Report
 from sglang_mla_ext.prefix.sharded.reports import Reports
-from sglang_mla_ext.prefix.sharded.vote import Vote, Words
+from sglang_mla_ext.prefix.sharded.vote import Gather, Vote
 from sglang_mla_ext.reasons import Fallback, NotSharded
 
 if TYPE_CHECKING:
@@ -42,9 +41,6 @@ twice in each step."""
 
 MOST_STEPS_OF_NOTHING = 64
 """That pass without a vote after votes in which plans differed."""
-
-Gather = Callable[[Words], Sequence[Words]]
-"""`gather(mine)`: the integers of all ranks, in their order; each gives as many. Every rank calls it."""
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +123,7 @@ class ShardedSteps:
         self._counters, self._requests, self._query_tokens = counters, requests, query_tokens
         self._can_share, self._fail = can_share, fail
         self._gather, self._waited_s = gather, 0.0
-        self._vote = Vote()
+        self._vote = Vote(member)
         self._batch: ScheduleBatch | None = None
         self._plan: ShardedPlan | None = None
         self._without_vote = 0  # steps that are to come
@@ -167,7 +163,7 @@ class ShardedSteps:
             rows = [count * self._query_tokens for count in requests]
             given = self._given if self._can_share() else None
             each *= self._query_tokens
-            decided = hold_vote(self._vote, self._member, given, rows, each, self._wait_for_all, self._fail)
+            decided = self._vote.hold(given, rows, each, self._wait_for_all, self._fail)
             self._counters.plan_seconds += time.perf_counter() - began - self._waited_s
             if isinstance(decided, NotSharded):
                 reason = decided
@@ -239,47 +235,6 @@ class ShardedSteps:
             return names, [self._query_tokens] * len(names)
         cached = zip(names, batch.prefix_lens, strict=True)
         return [of_req[: tokens // size] for of_req, tokens in cached], list(batch.extend_lens)
-
-
-def hold_vote(
-    vote: Vote,
-    member: Member,
-    given: Callable[[], tuple[Sequence[Names], Sequence[int]]] | None,
-    tokens: Sequence[int],
-    each: int,
-    gather: Gather,
-    fail: Callable[[Fallback, Exception], None],
-) -> ShardedPlan | NotSharded:
-    """Return what a step shares, or why it shares nothing; the same on all ranks, each of which calls this.
-
-    Args:
-        given: names of each prompt's chunks, and rows of each, of this rank's requests of the step; None where this
-            rank cannot share now.
-        tokens: `[ranks]` rows of each in the step, as all ranks know them.
-        each: rows that every rank has, some of them padding.
-        fail: is told what has failed here.
-    """
-    said = None
-    if given is not None:
-        try:
-            said = member.report(*given()).said
-        except Exception as error:
-            fail(Fallback.REPORT_SHARED, error)
-    decided = vote.compare(gather(vote.open(said, agreed=member.has_agreed)), each)
-    if decided is not None:
-        return decided
-    plan, made, words = None, 0, gather(vote.report())
-    try:
-        reports = [Report.from_words(of_rank) for of_rank in words]
-        rows = [sum(report.rows) for report in reports]
-        if rows != list(tokens):
-            raise RuntimeError(f"ranks have {list(tokens)} rows and tell of {rows}")
-        plan = member.agree(reports, each)
-        made = member.fingerprint_of(plan) or 1
-    except Exception as error:
-        fail(Fallback.AGREE_SHARED, error)
-        plan, made = None, 0
-    return vote.close(plan, gather([made]))
 
 
 def gather_over(group: GroupCoordinator) -> Gather:

@@ -68,6 +68,18 @@ def _forwarded(name: str) -> Callable[..., Any]:
     return method
 
 
+def _of_stock(name: str, *default: Any) -> property:
+    """Return an attribute of ours that is the stock backend's, where SGLang sets it, too."""
+
+    def read(self: HybridMLABackend) -> Any:
+        return getattr(self._stock.backend, name, *default)
+
+    def write(self: HybridMLABackend, value: Any) -> None:
+        setattr(self._stock.backend, name, value)
+
+    return property(read, write)
+
+
 class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not typed
     """See the module.
 
@@ -117,26 +129,10 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
             return getattr(self._stock.backend, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    @property
-    def forward_metadata(self) -> Any:
-        return self._stock.backend.forward_metadata
-
-    @forward_metadata.setter
-    def forward_metadata(self, value: Any) -> None:
-        self._stock.backend.forward_metadata = value
-
-    @property
-    def kv_index_translator(self) -> Any:
-        """From 0.5.23 on. SGLang gives its own to a backend that has none, which is the stock backend's then."""
-        return getattr(self._stock.backend, "kv_index_translator", None)
-
-    @kv_index_translator.setter
-    def kv_index_translator(self, value: Any) -> None:
-        self._stock.backend.kv_index_translator = value
-
-    @property
-    def verify_mask(self) -> Any:
-        return self._stock.backend.verify_mask
+    forward_metadata = _of_stock("forward_metadata")
+    verify_mask = _of_stock("verify_mask")
+    # From 0.5.23 on. SGLang gives its own to a backend that has none, which is the stock backend's then.
+    kv_index_translator = _of_stock("kv_index_translator", None)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if self._stock.decodes or self._query_tokens > 1:  # it has the mask that SGLang writes before a verify step
@@ -187,7 +183,8 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """
+        """A decode or verify step.
+
         Args:
             q: `[rows, heads, kv_lora_rank]`, absorbed, beside `q_rope [rows, heads, qk_rope_head_dim]`, or whole
                 queries.
@@ -196,7 +193,19 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         Returns:
             `[rows, heads * kv_lora_rank]`.
         """
-        return self._absorb(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        if save_kv_cache and k is not None:
+            self._store(k, v, k_rope, layer, forward_batch)
+        # The query is joined after the rows are written: SGLang's kernel for that lets the next launch begin before it
+        # ends (see kernels/storage/join_parts.py).
+        if passes.now.way is Way.STOCK:
+            with our_part(Fallback.JOIN_QUERY):
+                q = q if q_rope is None else whole_query(q, q_rope)
+            stock = self._stock.backend
+            forward = stock.forward_extend if passes.now.kind is Kind.VERIFY else stock.forward_decode
+            out: torch.Tensor = forward(q, None, None, layer, forward_batch, save_kv_cache=False)
+            return out
+        with our_part(Fallback.ATTENTION):
+            return self._attend(q, q_rope, layer, forward_batch)
 
     def forward_extend(
         self,
@@ -217,7 +226,7 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
             q_nope: `[rows, heads, qk_nope_head_dim]`, the query before absorption; of passes in prefill graphs.
         """
         if passes.now.kind is Kind.VERIFY:
-            return self._absorb(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         if self._prefill_graph is not None and absorbs_prefill():
             if save_kv_cache and k is not None:
                 self._store(k, v, k_rope, layer, forward_batch)
@@ -255,32 +264,6 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         assert self._prefill_graph is not None, "the pass absorbs in prefill"
         self._prefill_graph.attend(layer, q_nope, q, q_rope, out.view(len(q), self._heads, -1))
         return out
-
-    def _absorb(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        q_rope: torch.Tensor | None,
-        k_rope: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """A decode or verify step, see `forward_decode`."""
-        if save_kv_cache and k is not None:
-            self._store(k, v, k_rope, layer, forward_batch)
-        # The query is joined after the rows are written: SGLang's kernel for that lets the next launch begin before it
-        # ends (see kernels/storage/join_parts.py).
-        if passes.now.way is Way.STOCK:
-            with our_part(Fallback.JOIN_QUERY):
-                q = q if q_rope is None else whole_query(q, q_rope)
-            stock = self._stock.backend
-            forward = stock.forward_extend if passes.now.kind is Kind.VERIFY else stock.forward_decode
-            out: torch.Tensor = forward(q, None, None, layer, forward_batch, save_kv_cache=False)
-            return out
-        with our_part(Fallback.ATTENTION):
-            return self._attend(q, q_rope, layer, forward_batch)
 
     def _attend(
         self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: RadixAttention, forward_batch: ForwardBatch

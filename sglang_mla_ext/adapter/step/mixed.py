@@ -121,7 +121,7 @@ class MixedRule:
     def _is_sooner(self, batch: ScheduleBatch) -> bool:
         """Return whether that is predicted to be sooner than a pass of its own, with what is expanded now."""
         try:
-            expanded_lens = self._prefixes.expanded_lens(batch.reqs, batch.prefix_lens)
+            expanded_lens = self._prefixes.source.expanded_lens(batch.reqs, batch.prefix_lens)
             seconds = self.seconds(batch.prefix_lens, expanded_lens, batch.extend_lens)
             return seconds <= self.pass_seconds(batch.prefix_lens, expanded_lens, batch.extend_lens)
         except Exception as error:  # the other ranks wait for an answer
@@ -193,45 +193,27 @@ def refusal(batch: ScheduleBatch) -> NotMixed | None:
 def around_forward_raw(
     session: Running, original: Callable[..., Any], runner: ModelRunner, forward_batch: ForwardBatch, *args: Any
 ) -> Any:
-    """`ModelRunner._forward_raw`, in which a mixed pass is a decode step."""
+    """`ModelRunner._forward_raw`, in which a mixed pass is a decode step, whose logits are those of each request's last
+    row. Where our part of that fails, it is the pass that SGLang asked for, which writes the same rows; but not where
+    several ranks compute together, of which the others compute rows."""
     now = passes.now
     if runner.is_draft_worker or not now.mixed or now.joined is not None:
         return original(runner, forward_batch, *args)
-    return forward_mixed(original, runner, forward_batch, session.steps.fail, *args)
-
-
-def forward_mixed(
-    forward: Callable[..., Any],
-    runner: Any,
-    batch: ForwardBatch,
-    fail: Callable[[Fallback, BaseException], None],
-    *args: Any,
-) -> Any:
-    """`ModelRunner._forward_raw` of the pass that runs now, which is mixed. Where our part of that fails, it is the
-    pass that SGLang asked for, which writes the same rows; but not where several ranks compute together, of which
-    the others compute rows.
-
-    Args:
-        forward: the original; batch: the extend that SGLang asked for; fail: see Steps.
-    Returns:
-        its output, with the logits of each request's last row.
-    """
-    now = passes.now
     try:
         with our_part(Fallback.MAKE_ROWS):
-            now.as_rows = as_rows(batch, now.rows)
-            now.last_rows = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
-        output = forward(runner, now.as_rows, *args)
+            now.as_rows = as_rows(forward_batch, now.rows)
+            now.last_rows = torch.cumsum(forward_batch.extend_seq_lens, dim=0) - 1
+        output = original(runner, now.as_rows, *args)
         with our_part(Fallback.TAKE_LAST_LOGITS):
             take_last_rows(output.logits_output, now)
         return output
     except OurPartFailedError as failure:
         if several_ranks():
             raise
-        fail(failure.what, failure.__cause__ or failure)
+        session.steps.fail(failure.what, failure.__cause__ or failure)
     # Not inside of `except`: the error's frames hold tensors.
     now.become(Kind.PREFILL, now.rows)
-    return forward(runner, batch, *args)
+    return original(runner, forward_batch, *args)
 
 
 @guarded(Fallback.SELECT_LAST_ROWS)

@@ -18,8 +18,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,31 +37,7 @@ KEPT_ITERATIONS = 1
 """SGLang keeps what two passes read; an iteration has two, and what the one before read must outlive it, too."""
 
 
-class Layout(NamedTuple):
-    """New tokens of a batch as rows of whole units.
-
-    Attributes:
-        rows: of each request. tokens: `[rows]` ids; positions: `[rows]`, in the request.
-        source: `[rows]` which of the batch's new tokens each is, the request's last one for padding.
-        beyond: `[rows]` how far behind that token; slots: `[rows]` of the page of padding, -1 for the request's own.
-        requests: `[units]` of each unit; lens: `[units]` tokens before it.
-        padding: rows that are padding, real: the others, last: `[requests]` the last of these of each request.
-    """
-
-    rows: Rows
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    source: torch.Tensor
-    beyond: torch.Tensor
-    slots: torch.Tensor
-    requests: torch.Tensor
-    lens: torch.Tensor
-    padding: torch.Tensor
-    real: torch.Tensor
-    last: torch.Tensor
-
-
-def lay_out(tokens: torch.Tensor, prefix_lens: list[int], new_tokens: list[int], width: int, page: int) -> Layout:
+def lay_out(tokens: torch.Tensor, prefix_lens: list[int], new_tokens: list[int], width: int, page: int) -> Units:
     """Lay new tokens out in units of `width` rows.
 
     Args:
@@ -82,15 +57,18 @@ def lay_out(tokens: torch.Tensor, prefix_lens: list[int], new_tokens: list[int],
     own = (prefixes[of_row] + last) % page + beyond < page
     of_unit = torch.repeat_interleave(torch.arange(len(counts)), units)
     before = torch.arange(len(of_unit)) - (units.cumsum(0) - units)[of_unit]
-    return Layout(
+    lens = prefixes[of_unit] + width * before
+    return Units(
+        width,
         Rows.of(rows.tolist()),
+        lens,
         tokens[source],
         positions,
         source,
         beyond,
         torch.where(own, -1, positions % page),
         of_unit,
-        prefixes[of_unit] + width * before,
+        lens,
         beyond.nonzero().squeeze(1),
         (beyond == 0).nonzero().squeeze(1),
         rows.cumsum(0) - rows + counts - 1,
@@ -115,8 +93,8 @@ class PairedSteps:
         self.chosen: ScheduleBatch | None = None
         self._new: ScheduleBatch | None = None  # the same while the iteration runs
         self._joins = False  # whether its tokens are still to join the verify step
-        self.layout: Layout | None = None
-        self._units: Units | None = None  # of tokens that were in one, until the draft is extended over them
+        self.layout: Units | None = None
+        self._units: Units | None = None  # the same, until the draft is extended over them
         self._result: Any = None  # of these tokens
         self._decoded: list[tuple[Any, ScheduleBatch, Any]] = []  # by results of new tokens: those to process first
         self._kept: deque[list[Any]] = deque(maxlen=KEPT_ITERATIONS)
@@ -181,43 +159,40 @@ class PairedSteps:
         """
         self._joins = False
         tokens = new.prefill_input_ids_cpu
-        layout = lay_out(tokens.to(torch.int64), new.prefix_lens, new.extend_lens, self._width, self._page)
-        device, lens, of_unit = batch.seq_lens.device, layout.lens, layout.requests.tolist()
-        parts = layout[1:]
-        host = torch.cat(parts)
+        units = lay_out(tokens.to(torch.int64), new.prefix_lens, new.extend_lens, self._width, self._page)
+        device, of_unit = batch.seq_lens.device, units.requests.tolist()
+        sizes = list(map(len, units[3:]))
+        host = torch.cat(units[3:])  # the tensors, in one copy
         if device.type == "cuda":
             host = host.pin_memory()
-        sizes = [len(part) for part in parts]
-        layout = Layout(layout.rows, *host.to(device, non_blocking=True).split(sizes))
-        slots = torch.where(layout.slots < 0, new.out_cache_loc[layout.source] + layout.beyond, layout.slots)
-        table_rows = new.req_pool_indices[layout.requests].long()
-        of_padding = table_rows[layout.padding // self._width], layout.positions[layout.padding]
-        self._table[of_padding] = slots[layout.padding].to(self._table.dtype)
+        units = Units(*units[:3], *host.to(device, non_blocking=True).split(sizes))
+        slots = torch.where(units.slots < 0, new.out_cache_loc[units.source] + units.beyond, units.slots)
+        units = units._replace(slots=slots)
+        table_rows = new.req_pool_indices[units.requests].long()
+        of_padding = table_rows[units.padding // self._width], units.positions[units.padding]
+        self._table[of_padding] = slots[units.padding].to(self._table.dtype)
 
         def in_front(of: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             return torch.cat([values.to(of.dtype), of])
 
         both = copy.copy(batch)
         both.batch_size += len(of_unit)
-        both.input_ids = in_front(batch.input_ids, layout.tokens)
-        both.positions = in_front(batch.positions, layout.positions)
+        both.input_ids = in_front(batch.input_ids, units.tokens)
+        both.positions = in_front(batch.positions, units.positions)
         both.out_cache_loc = in_front(batch.out_cache_loc, slots)
         both.req_pool_indices = in_front(batch.req_pool_indices, table_rows)
-        both.seq_lens = in_front(batch.seq_lens, layout.lens)
+        both.seq_lens = in_front(batch.seq_lens, units.lens)
         if batch.orig_seq_lens is not None:
-            both.orig_seq_lens = in_front(batch.orig_seq_lens, layout.lens)
+            both.orig_seq_lens = in_front(batch.orig_seq_lens, units.lens)
         if batch.seq_lens_cpu is not None:
-            both.seq_lens_cpu = in_front(batch.seq_lens_cpu, lens)
+            both.seq_lens_cpu = in_front(batch.seq_lens_cpu, units.host_lens)
             both.seq_lens_sum = int(both.seq_lens_cpu.sum())
         both.lora_ids = [*(new.reqs[request].lora_id for request in of_unit), *batch.lora_ids]
         both.rids = [*(new.reqs[request].rid for request in of_unit), *batch.rids]
         both._init_num_token_non_padded(device=device, is_draft_worker=False)
-        ends = tuple(accumulate(rows // self._width for rows in layout.rows.lens))
-        of_rows = layout.source, layout.positions, slots
-        self._units = Units(self._width, ends, layout.lens, lens, *of_rows, table_rows, layout.last)
-        self.layout = layout
+        self.layout = self._units = units
         vars(batch).update(vars(both))  # all or nothing
-        return layout.rows
+        return units.rows
 
     def keep(self, output: Any) -> None:
         """Keep the results of the tokens that joined. SGLang's next graphs may write where they are: they are copied.

@@ -36,7 +36,7 @@ class Reports:
     def report(self) -> dict[str, Any]:
         """The entry; see observe.report."""
         expanded_bytes = self._prefixes.pool.used_chunks * self._chunk_bytes
-        without = self._prefixes.tokens_without_memory
+        without = self._prefixes.expansion.tokens_without_memory
         return report(self._counters, self._prefixes.plan, expanded_bytes, self._budget_bytes, without)
 
     def status(self, pause: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ function guard only what is ours around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
@@ -114,15 +114,12 @@ class Session:
         try:
             output = original(runner, forward_batch, *args, **kwargs)
             launched = True
-            return self._apart(output) if self.admission.paired.layout is not None else output
+            if self.admission.paired.layout is not None:  # where keeping fails, they are computed again
+                self._keep(output)
+                output = self.admission.paired.of_step(output)
+            return output
         finally:
             self._end_pass(forward_batch, launched)
-
-    def _apart(self, output: Any) -> Any:
-        """Return the results of a verify step without those of new tokens, which are kept; where that fails, they are
-        computed again."""
-        self._keep(output)
-        return self.admission.paired.of_step(output)
 
     @guarded(Fallback.EXTEND_DRAFT)
     def _extend_draft(self, runner: ModelRunner, forward_batch: Any) -> Any:
@@ -163,13 +160,13 @@ class Session:
     def memory_released(self, result: Any, manager: Any, recv_req: Any) -> None:
         """`release_memory_occupation`: what is expanded is gone, whether or not SGLang could flush its cache. It does
         so after the memory is given back, so forgetting touches nothing on the device."""
-        if installed.gives_kv_memory(recv_req.tags):
+        if _is_kv_memory(recv_req.tags):
             self.steps.forget()
 
     @guarded(Fallback.RESUME_MEMORY, loses_memory=True)
     def memory_resumed(self, result: Any, manager: Any, recv_req: Any) -> None:
         """`resume_memory_occupation`: the memory is there again, with any contents."""
-        if installed.gives_kv_memory(recv_req.tags):
+        if _is_kv_memory(recv_req.tags):
             self.memory.clear()
 
     @guarded(Fallback.BECOME_IDLE)
@@ -200,6 +197,13 @@ class Session:
         """`HiCacheController.start_loading`."""
         if controller.load_queue:
             installed.wait_before_loading(controller, self.scheduler.forward_stream)
+
+
+def _is_kv_memory(tags: Sequence[str] | None) -> bool:
+    """Return whether a request to release or resume memory, by its tags, is about that of the KV cache."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    return not tags or GPU_MEMORY_TYPE_KV_CACHE in tags
 
 
 class Process:

@@ -64,6 +64,36 @@ class PrefillSharing:
     absorbs: bool = False
     costs: PassCosts | None = None
 
+    def plan(
+        self,
+        step: Pass,
+        reqs: Sequence[Req],
+        prefix_lens: Sequence[int],
+        new_tokens: Sequence[int],
+        prefixes: Sharing,
+        shared: SharedTree | None,
+    ) -> PrefillPlan | None:
+        """Return what a prefill pass attends to in expanded form; arguments are those of `Steps.plan_pass`.
+
+        Args:
+            shared: what the requests share, where that is known.
+        """
+        costs, transient, affordable = self.costs, None, self.affordable(prefix_lens)
+        plan = prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0, shared=shared)
+        if self.transient is not None and (affordable or self.always or costs is not None):
+            pays = costs.pays_alone if costs is not None else None
+            transient = self.transient.plan(
+                reqs, prefix_lens, plan.prefix_lens, step.rows, always=self.always, pays=pays, shared=shared
+            )
+        ends = plan.prefix_lens if transient is None else transient.ends
+        if costs is not None:
+            made = transient.expanded_tokens if transient is not None else 0
+            of_pass = prefix_lens, ends, new_tokens, made
+            step.leaves_graph = costs.eager(*of_pass) < costs.in_graph(*of_pass)
+        if (costs is None or step.leaves_graph) and not self.can_finish(prefix_lens, ends):
+            return None
+        return self.make_plan(plan, step.rows, transient)
+
 
 class Steps:
     """Plans every forward pass of one scheduler process.
@@ -73,6 +103,7 @@ class Steps:
         shadow: None where nothing is checked.
         sharded: None where this rank holds its prefixes alone.
         query_tokens: of a request in a step that shares; more than one where drafts are verified.
+        pause: forward passes until something is shared again.
     """
 
     def __init__(
@@ -98,8 +129,9 @@ class Steps:
         self.counters, self.reports = counters, reports
         self._prefixes, self._expander = prefixes, expander
         self._shares, self._prefill = shares, prefill
+        self._transient = prefill.transient if prefill is not None else None
         self._max_requests, self.query_tokens = max_requests, query_tokens
-        self._pause = 0  # forward passes to go until the next attempt
+        self.pause = 0
         self._next_pause = FIRST_PAUSE
         self._reached = False  # whether a plan that shares something has reached the device since the last pass
         self._stale = False  # whether what is expanded is still to be forgotten
@@ -112,11 +144,11 @@ class Steps:
         if self.sharded is None:  # otherwise ranks tell each other what they share
             source = self._prefixes.source
             assert isinstance(source, RadixSource), "what requests share is known from the tree"
-            source.attach(tree)
+            source.tree = tree
             if self._expander is not None:
                 self._expander.attach(tree)
-        if self._prefill is not None and self._prefill.transient is not None:
-            self._prefill.transient.attach(tree)
+        if self._transient is not None:
+            self._transient.attach(tree)
 
     def plan_pass(
         self,
@@ -143,14 +175,18 @@ class Steps:
         if step.sharded is not None:
             self.counters.steps_sharded += 1
         repaired = self._repair()
-        if self._pause:
-            self._pause -= 1
+        if self.pause:
+            self.pause -= 1
         elif repaired and kind is not Kind.OTHER:
             try:
                 if self.shadow is not None:
                     self.shadow.judge()
                 if kind is Kind.PREFILL:
-                    step.prefill = self._plan_prefill(step, reqs, running, prefix_lens, new_tokens)
+                    prefill = self._prefill
+                    affordable = prefill.affordable(prefix_lens) if prefill is not None else 0
+                    shared = self._expand_before(reqs, running, affordable)
+                    if prefill is not None:
+                        step.prefill = prefill.plan(step, reqs, prefix_lens, new_tokens, self._prefixes, shared)
                 elif self.sharded is not None:
                     pass  # what it shares, ranks have agreed on
                 elif step.mixed:
@@ -175,9 +211,9 @@ class Steps:
         passes.now.share_nothing()
         self._stale, self._reached = True, False
         self._repair()
-        self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+        self.pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
         if logged:
-            logger.warning("hybrid_mla: %s, plain absorb for the next %d forward passes", what.text, self._pause)
+            logger.warning("hybrid_mla: %s, plain absorb for the next %d forward passes", what.text, self.pause)
 
     def _repair(self) -> bool:
         """Do what is owed since a failure; whether nothing is owed any more. Scales are among it, whether or not the
@@ -207,19 +243,17 @@ class Steps:
         """No request is running."""
         passes.now.share_nothing()
         self._prefixes.idle()
-        self._forget_transient()
+        if self._transient is not None:
+            self._transient.forget()
 
     def forget(self) -> None:
         """Drop everything that is expanded, as when the cache was flushed."""
         passes.now.share_nothing()
         self._prefixes.forget()
-        self._forget_transient()
+        if self._transient is not None:
+            self._transient.forget()
         if self.shadow is not None:
             self.shadow.forget()
-
-    def _forget_transient(self) -> None:
-        if self._prefill is not None and self._prefill.transient is not None:
-            self._prefill.transient.forget()
 
     def weights_change(self) -> None:
         """The model's weights are about to change."""
@@ -229,12 +263,7 @@ class Steps:
 
     def can_share(self) -> bool:
         """Whether the next pass may share anything."""
-        return not self._pause and not self._stale and not self.has_lost_memory
-
-    @property
-    def pause(self) -> int:
-        """Forward passes until something is shared again."""
-        return self._pause
+        return not self.pause and not self._stale and not self.has_lost_memory
 
     def _plan_step(self, reqs: Sequence[Req]) -> Plan:
         if len(reqs) > self._max_requests:
@@ -247,14 +276,20 @@ class Steps:
         if not self._shares:
             return NOTHING_SHARED
         rows = step.rows.units(self.query_tokens if step.kind is Kind.VERIFY else 1)
-        shared = self._expand_before(reqs, running, rows=rows) if self._expander is not None else None
+        shared = self._expand_before(reqs, running, rows=rows)
         plan = self._prefixes.plan_rows(reqs, rows, prefix_lens, mixed=step.decoding > 0, shared=shared)
         return plan if plan.segments else NOTHING_SHARED
 
     def _expand_before(
         self, reqs: Sequence[Req], running: Sequence[Req], affordable: int = 0, rows: Rows | None = None
     ) -> SharedTree | None:
-        """Expand what new requests share among themselves and with those that are decoding; what they share."""
+        """Expand what new requests share among themselves and with those that are decoding.
+
+        Returns:
+            what new requests share; None where nothing is expanded, or there are too many.
+        """
+        if self._expander is None:
+            return None
         running = [req for req in running if not req.finished()]
         if len(reqs) + len(running) > self._max_requests:
             running = []  # so many will share no decode step; those of this one may share it
@@ -262,32 +297,3 @@ class Steps:
             return self._prefixes.before_prefill(reqs, running, affordable, rows=rows)
         self.counters.fall_back(Fallback.MORE_REQUESTS, most=self._max_requests)
         return None
-
-    def _plan_prefill(
-        self,
-        step: Pass,
-        reqs: Sequence[Req],
-        running: Sequence[Req],
-        prefix_lens: Sequence[int],
-        new_tokens: Sequence[int],
-    ) -> PrefillPlan | None:
-        of_server, rows = self._prefill, step.rows
-        affordable = of_server.affordable(prefix_lens) if of_server is not None else 0
-        shared = self._expand_before(reqs, running, affordable) if self._expander is not None else None
-        if of_server is None:
-            return None
-        costs, transient = of_server.costs, None
-        plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0, shared=shared)
-        if of_server.transient is not None and (affordable or of_server.always or costs is not None):
-            pays = costs.pays_alone if costs is not None else None
-            transient = of_server.transient.plan(
-                reqs, prefix_lens, plan.prefix_lens, rows, always=of_server.always, pays=pays, shared=shared
-            )
-        ends = plan.prefix_lens if transient is None else transient.ends
-        if costs is not None:
-            made = transient.expanded_tokens if transient is not None else 0
-            of_pass = prefix_lens, ends, new_tokens, made
-            step.leaves_graph = costs.eager(*of_pass) < costs.in_graph(*of_pass)
-        if (costs is None or step.leaves_graph) and not of_server.can_finish(prefix_lens, ends):
-            return None
-        return of_server.make_plan(plan, rows, transient)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -43,8 +43,22 @@ class AllocationRequest(NamedTuple):
     above: int = -1
 
 
+def places(one: AllocationRequest, size: int) -> Iterator[tuple[int, Hashable]]:
+    """Yield index and owner of each chunk of a range.
+
+    Args:
+        size: tokens of a chunk.
+    """
+    at = 0
+    for index in range(one.start // size, -(-one.end // size)):
+        last = min((index + 1) * size, one.end)
+        while one.ends[at] < last:
+            at += 1
+        yield index, one.nodes[at]
+
+
 class Nodes(Protocol):
-    """Interface through which memory asks about the nodes that own it."""
+    """Interface through which memory and expansion ask about nodes."""
 
     def length(self, node: Any) -> int:
         """Tokens of the node itself."""
@@ -52,4 +66,8 @@ class Nodes(Protocol):
 
     def holders(self, node: Any) -> int:
         """Return how many requests hold the node. What two or more hold keeps its worth though nobody asks for it."""
+        ...
+
+    def is_here(self, node: Any) -> bool:
+        """Return whether the node's latent rows are on this rank, so that they can be expanded."""
         ...

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.memory import chunks as memory
-from sglang_mla_ext.prefix.memory.chunks import AllocationRequest, Chunk
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest, Chunk, Nodes
+from sglang_mla_ext.prefix.memory.coverage import missing
 from sglang_mla_ext.prefix.memory.pool import ExpandedPool
 from sglang_mla_ext.reasons import Fallback
 
@@ -30,14 +30,6 @@ class Expander(Protocol):
             start: a multiple of a chunk's size.
             chunks: ids of the chunks that hold the tokens, in order.
         """
-        ...
-
-
-class Nodes(memory.Nodes, Protocol):
-    """Interface through which expansion asks about nodes."""
-
-    def is_here(self, node: Any) -> bool:
-        """Return whether the node's latent rows are on this rank, so that they can be expanded."""
         ...
 
 
@@ -82,15 +74,15 @@ class Expansion:
 
     def expand(self, nodes: Nodes, most: int) -> None:
         """Expand at most `most` tokens, but one chunk at least, of what the last `allot` gave memory to."""
-        missing, self._missing = self._missing, []
-        self._expand(missing, nodes, most)
+        left, self._missing = self._missing, []
+        self._expand(left, nodes, most)
 
     def expand_in_free_memory(self, asked: Sequence[AllocationRequest], nodes: Nodes, most: int) -> None:
         """Expand `most` tokens of what one step asks for, which takes no memory from anything else."""
         reached, _ = self._pool.allot([one._replace(worth=0.0) for one in asked], nodes, evict=False)
-        missing = list(self._not_expanded(asked, reached))
-        self.under_way |= bool(missing)
-        self._expand(missing, nodes, most)
+        left = list(self._not_expanded(asked, reached))
+        self.under_way |= bool(left)
+        self._expand(left, nodes, most)
 
     def forget(self) -> None:
         """Expand nothing that was asked for: what was known is no more."""
@@ -102,12 +94,12 @@ class Expansion:
 
     def _not_expanded(self, asked: Sequence[AllocationRequest], reached: Sequence[int]) -> Iterator[_Missing]:
         for one, reach in zip(asked, reached, strict=True):
-            if self._is_of_use(one, reach) and (chunks := list(self._pool.missing(one._replace(end=reach)))):
+            if self._is_of_use(one, reach) and (chunks := list(missing(self._pool, one._replace(end=reach)))):
                 yield _Missing(one, reach, chunks)
 
-    def _expand(self, missing: Sequence[_Missing], nodes: Nodes, most: int) -> None:
+    def _expand(self, ranges: Sequence[_Missing], nodes: Nodes, most: int) -> None:
         left = max(most // self._pool.chunk_tokens, 1)
-        for one in missing:
+        for one in ranges:
             chunks = list(takewhile(lambda chunk: self._can_expand(chunk, nodes), one.chunks[:left]))
             for piece in _consecutive(chunks):
                 self._expand_piece(one, piece)
@@ -118,7 +110,8 @@ class Expansion:
                 break
 
     def _can_expand(self, chunk: Chunk, nodes: Nodes) -> bool:
-        return self._pool.owns(chunk) and nodes.is_here(chunk.node)  # it may have been dropped since it was allotted
+        is_owned = self._pool.chunk(chunk.node, chunk.index) is chunk  # it may have been dropped since it was allotted
+        return is_owned and nodes.is_here(chunk.node)
 
     def _expand_piece(self, one: _Missing, piece: Sequence[Chunk]) -> None:
         assert self._expander is not None, "chunks without an expander"

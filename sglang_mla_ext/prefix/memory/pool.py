@@ -1,4 +1,4 @@
-"""Who owns which chunk of the memory for expanded prefixes: budget, lookup, splits, eviction.
+"""Who owns which chunk of the memory for expanded prefixes: budget, splits, eviction.
 
 A chunk holds the expanded tokens `[k · C, (k + 1) · C)` of a path, for its index k and C tokens a chunk. It belongs to
 the tree node in which the last of them lies, so requests below that node share it, whatever else they hold; a node that
@@ -21,20 +21,14 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from sglang_mla_ext.prefix.memory.chunks import AllocationRequest, Chunk, Nodes
-from sglang_mla_ext.prefix.tree import SharedTree, Tree
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest, Chunk, Nodes, places
+from sglang_mla_ext.prefix.tree import Tree
 
 HYSTERESIS = 1.25
 """So many times the worth of a chunk must another one have to take its place."""
 
 GRACE = 8
 """A chunk that two requests no longer hold keeps its worth for so many rounds: they may be between two steps."""
-
-Covered = tuple[int, tuple[int, ...]]
-"""How many tokens of a path are expanded without a gap, from the first one on, and the chunks that hold them."""
-
-NOT_COVERED: Covered = 0, ()
-
 
 _Victim = tuple[float, int, int, int, Chunk]
 """Worth, round, minus the index, id, and the chunk: in this order they are evicted, and no two ids are equal."""
@@ -149,7 +143,7 @@ class ExpandedPool:
         self._round += evict
         if evict:
             for one in asked:
-                for index, node in self._places(one):
+                for index, node in places(one, self.chunk_tokens):
                     if (chunk := self.chunk(node, index)) is not None:
                         chunk.worth, chunk.wanted = one.worth, self._round
             self.waiting = False
@@ -160,7 +154,7 @@ class ExpandedPool:
             if one.above >= 0 and reached[one.above] < one.start:
                 reached.append(reach)  # there is a gap above
                 continue
-            for index, node in self._places(one):
+            for index, node in places(one, self.chunk_tokens):
                 if self.chunk(node, index) is None:
                     if not self._free and evict:
                         if victims is None:
@@ -173,23 +167,10 @@ class ExpandedPool:
             reached.append(reach)
         return reached, evicted
 
-    def _places(self, one: AllocationRequest) -> Iterator[tuple[int, Hashable]]:
-        """Index and owner of each chunk of a range."""
-        size, at = self.chunk_tokens, 0
-        for index in range(one.start // size, -(-one.end // size)):
-            last = min((index + 1) * size, one.end)
-            while one.ends[at] < last:
-                at += 1
-            yield index, one.nodes[at]
-
     def chunk(self, node: Hashable, index: int) -> Chunk | None:
         """The chunk with this index that a node owns."""
         owned = self._owned.get(node)
         return owned.chunks.get(index) if owned is not None else None
-
-    def owns(self, chunk: Chunk) -> bool:
-        """Return whether a chunk still belongs to its node."""
-        return self.chunk(chunk.node, chunk.index) is chunk
 
     def _allocate(self, nodes: Nodes, node: Hashable, one: AllocationRequest, index: int) -> None:
         owned = self._owned.get(node)
@@ -222,78 +203,12 @@ class ExpandedPool:
         self._drop_chunk(heapq.heappop(victims)[-1])
         return 1
 
-    # ---- what is expanded
-
-    def missing(self, one: AllocationRequest) -> Iterator[Chunk]:
-        """The chunks of a range that are not expanded as far as it reaches, in order, up to the first that it does not
-        have."""
-        for index, node in self._places(one):
-            chunk = self.chunk(node, index)
-            if chunk is None:
-                return
-            if chunk.filled < min((index + 1) * self.chunk_tokens, one.end):
-                yield chunk
-
     def fill(self, chunk: Chunk, end: int) -> None:
         """Record that a chunk is expanded up to token `end`."""
         chunk.filled = end
         self.version += 1
 
-    def covered(self, nodes: Sequence[Hashable], ends: Sequence[int], start: int) -> tuple[int, list[int]]:
-        """How far consecutive nodes are expanded, from the chunk on that holds token `start`, where the first of them
-        begins.
-
-        Returns:
-            tokens from the root, 0 where not even the first chunk is expanded; and the ids of the chunks.
-        """
-        size, at = self.chunk_tokens, 0
-        index, ids, reach = start // size, [], 0
-        ending = None  # the last chunk with this index whose node ends inside of it: it holds what is before that end
-        while at < len(nodes):
-            chunk = self.chunk(nodes[at], index)
-            last = (index + 1) * size
-            if ends[at] < last:
-                ending = chunk if chunk is not None and chunk.filled > index * size else ending
-                at += 1
-                continue
-            if chunk is None or chunk.filled < last:  # only one that its node ends in is ever filled in part
-                break
-            ids.append(chunk.id)
-            reach, ending = last, None
-            index += 1
-        if ending is not None:
-            ids.append(ending.id)
-            reach = ending.filled
-        return reach, ids
-
-    def covered_paths(self, tree: SharedTree) -> list[Covered]:
-        """For each node, how far the path that ends in it is expanded without a gap."""
-        size = self.chunk_tokens
-        whole_chunks: list[tuple[int, ...] | None] = []  # of each node's path, without the chunk that its end lies in
-        covered: list[Covered] = []
-        for node, parent, end in zip(tree.nodes, tree.parents, tree.ends, strict=True):
-            above = whole_chunks[parent] if parent >= 0 else ()
-            best = covered[parent] if parent >= 0 else NOT_COVERED
-            ids = list(above or ())
-            complete = above is not None
-            while complete and (len(ids) + 1) * size <= end:
-                chunk = self.chunk(node, len(ids))
-                if chunk is None or chunk.filled != (len(ids) + 1) * size:
-                    complete = False
-                else:
-                    ids.append(chunk.id)
-            whole_chunks.append(tuple(ids) if complete else None)
-            tokens = len(ids) * size
-            if complete and (chunk := self.chunk(node, len(ids))) is not None and chunk.filled > tokens:
-                ids, tokens = [*ids, chunk.id], chunk.filled
-            covered.append((tokens, tuple(ids)) if tokens > best[0] else best)
-        return covered
-
     # ---- dropping
-
-    def drop_all(self) -> int:
-        """Forget everything; returns how many chunks that were."""
-        return sum(self._drop_node(node) for node in list(self._owned))
 
     def drop(self, nodes: Iterable[Hashable]) -> int:
         """Forget what these nodes own; returns how many chunks that were."""

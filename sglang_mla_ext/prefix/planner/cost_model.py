@@ -1,23 +1,13 @@
-"""What each way of attending to a shared prefix costs, per layer, and which one is cheapest.
+"""What each way of attending to a shared prefix costs, per layer.
 
-For a group of `B` requests of `W` query tokens (1, or more in a step that verifies drafts), `H` local heads and `L`
-prefix tokens (DeepSeek-V3's dimensions; the code takes any):
-
-| mode           | MACs         | elements read      |
-|----------------|--------------|--------------------|
-| absorb         | B·W·H·L·1088 | B·L·576            |
-| grouped_absorb | B·W·H·L·1088 | L·576              |
-| naive          | B·W·H·L·320  | L·H·256 + L·64     |
-
-The time of a mode is the larger of its memory time and its matrix time, plus the overhead of its launches. Rates are
-data, see gpu_rates.py. This module imports neither torch nor SGLang.
+The time of a mode is the larger of its memory time and its matrix time, plus the overhead of its launches. What it
+reads and multiplies is in break_even.py; rates are data, see gpu_rates.py. Pure Python.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,9 +20,6 @@ _STRIP_ROWS = 8
 
 # Bytes of an FP8 latent row for its scale: a float32, padded to 16 bytes.
 _FP8_LATENT_SCALE_BYTES = 16
-
-# In the order of preparation that they need; ties go to the earlier one.
-_PREFERENCE = (Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE)
 
 
 @dataclass(frozen=True)
@@ -62,7 +49,7 @@ class CostModel:
         """Heads of expanded prefixes on this GPU."""
         return self.local_heads // self.ranks
 
-    def _own(self, group_size: int) -> int:
+    def own(self, group_size: int) -> int:
         """Of a group, the requests of a rank."""
         return -(-group_size // self.ranks)
 
@@ -80,26 +67,10 @@ class CostModel:
         per_head = (self.dims.qk_nope_head_dim + self.dims.v_head_dim) * size
         return self.expanded_heads * per_head + self.dims.qk_rope_head_dim * max(size, 2)
 
-    def macs(self, mode: Mode, group_size: int, tokens: int) -> int:
-        """Useful MACs of a group's attention to `tokens` prefix tokens."""
-        naive = mode is Mode.NAIVE
-        heads = group_size * self.expanded_heads if naive else self._own(group_size) * self.local_heads
-        return self.query_tokens * heads * tokens * (self.dims.naive_macs if naive else self.dims.absorb_macs)
-
-    def bytes_read(self, mode: Mode, group_size: int, tokens: int) -> int:
-        """Bytes of keys and values that the kernel loads; plain absorb loads the same rows once per request.
-
-        A request's query rows may take several tiles, which run at the same time: the L2 cache serves all but one.
-        """
-        if mode is Mode.NAIVE:
-            return tokens * self.expanded_token_bytes
-        readers = self._own(group_size) if mode is Mode.ABSORB else 1
-        return readers * tokens * self.latent_row_bytes
-
     def seconds(self, mode: Mode, group_size: int, tokens: int) -> float:
         """Predicted time of one layer's attention to the prefix.
 
-        The counts above are corrected in two ways, both observed in FlashMLA's times over shared pages:
+        Counts (break_even.py) are corrected in two ways, both observed in FlashMLA's times over shared pages:
         - Matrix units work on tiles of `row_tile` rows, and plain absorb's rows are one request's heads: 16 heads take
           as long as 64, and as four query tokens of 16. Grouped absorb stacks the heads of several requests, naive the
           query tokens of all requests, of one head.
@@ -113,7 +84,7 @@ class CostModel:
     def overhead_seconds(self, mode: Mode, group_size: int) -> float:
         """The part of `seconds` that does not depend on the tokens."""
         rates = self.rates.modes[mode]
-        launches = rates.overhead_s + rates.overhead_per_root_row_s * math.sqrt(self.tail_rows(self._own(group_size)))
+        launches = rates.overhead_s + rates.overhead_per_root_row_s * math.sqrt(self.tail_rows(self.own(group_size)))
         return launches + (self.exchange_seconds(group_size) if mode is Mode.NAIVE else 0.0)
 
     def exchange_seconds(self, group_size: int) -> float:
@@ -121,7 +92,7 @@ class CostModel:
         rates = self.rates.exchange
         if self.ranks == 1 or rates is None:
             return 0.0
-        heads = self._own(group_size) * self.query_tokens * (self.local_heads - self.expanded_heads)
+        heads = self.own(group_size) * self.query_tokens * (self.local_heads - self.expanded_heads)
         return rates.overhead_s + 2 * heads * self.dims.naive_macs / rates.bytes_per_s  # as many values as products
 
     def making_seconds(self, tokens: int) -> float:
@@ -143,7 +114,7 @@ class CostModel:
 
     def exceeds_l2(self, tokens: int, step_tokens: int) -> bool:
         """Whether the L2 cache does not hold the latent rows of so many tokens."""
-        return max(tokens, step_tokens) > self._l2_tokens
+        return max(tokens, step_tokens) * self.latent_row_bytes > self.rates.l2_bytes
 
     def token_seconds(self, mode: Mode, group_size: int, from_memory: bool) -> float:
         """What a token costs of `work_seconds`.
@@ -153,7 +124,7 @@ class CostModel:
         """
         work = self._work[mode]
         if mode is Mode.ABSORB:
-            group_size = self._own(group_size)
+            group_size = self.own(group_size)
         read_s, matrix_s = work.read_s, -(-group_size * work.rows // work.tile) * work.tile_s
         if mode is Mode.ABSORB and from_memory:
             read_s *= group_size
@@ -176,71 +147,10 @@ class CostModel:
         padded to whole tiles."""
         return group_size * _round_up(self.local_heads * self.query_tokens, self.rates.modes[Mode.ABSORB].row_tile)
 
-    def best_mode(
-        self, group_size: int, tokens: int, allowed: Collection[Mode] = (Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE)
-    ) -> Mode:
-        """The cheapest allowed mode; plain absorb for a group of one or an empty prefix, whatever is allowed."""
-        if group_size < 2 or tokens == 0:
-            return Mode.ABSORB
-        candidates = [mode for mode in _PREFERENCE if mode in allowed]
-        if not candidates:
-            raise ValueError("no mode is allowed")
-        return min(candidates, key=lambda mode: self.seconds(mode, group_size, tokens))
-
-    def smallest_profitable_group(
-        self, tokens: int, allowed: Collection[Mode] = (Mode.ABSORB, Mode.NAIVE), limit: int = 4096
-    ) -> int | None:
-        """The smallest group, of at most `limit`, that plain absorb is not cheapest for; None if there is none."""
-        for group_size in range(2, limit + 1):
-            if self.best_mode(group_size, tokens, allowed) is not Mode.ABSORB:
-                return group_size
-        return None
-
-    def threshold_batch(self) -> float:
-        """TyphoonMLA's equation 1: the batch of a rank from which reading the expanded prefix beats absorb's MACs.
-
-        The paper counts memory in words; here it is bytes, so the size of an element appears. The equation counts the
-        rotary part of K once per head and no overhead; decisions are made with `smallest_profitable_group`, which
-        counts both correctly. It divides by the query tokens of a request, and by the ranks that read a part each.
-        """
-        rate = self.rates.modes[Mode.ABSORB].matrix_rate(self.latent_element_bytes)
-        bandwidth = self.rates.modes[Mode.NAIVE].bytes_per_s
-        bytes_per_key = self.dims.naive_macs * self.expanded_element_bytes
-        return bytes_per_key / (self.query_tokens * self.ranks * self.dims.absorb_macs) * rate / bandwidth
-
-    @functools.cached_property
-    def _l2_tokens(self) -> int:
-        """Latent rows that the L2 cache holds."""
-        return self.rates.l2_bytes // self.latent_row_bytes
-
     @functools.cached_property
     def _work(self) -> dict[Mode, _Work]:
         """Of each mode; a plan asks thousands of times."""
-        return {mode: self._work_of(mode) for mode in self.rates.modes}
-
-    def _work_of(self, mode: Mode) -> _Work:
-        rates, dims, heads = self.rates.modes[mode], self.dims, self.local_heads
-        rows, tile, tile_heads, per_key = heads * self.query_tokens, rates.row_tile, 1, dims.absorb_macs
-        element_bytes, partial_bytes = self.latent_element_bytes, dims.kv_lora_rank * 2
-        if mode is Mode.NAIVE:
-            heads = self.expanded_heads
-            padding = _power_of_two(dims.qk_nope_head_dim) - dims.qk_nope_head_dim  # of the kernels' blocks
-            rows, tile_heads, per_key = self.query_tokens, heads, dims.naive_macs + padding
-            element_bytes, partial_bytes = self.expanded_element_bytes, dims.v_head_dim * 4
-        tile_s = tile * tile_heads * per_key / rates.matrix_rate(element_bytes)
-        if mode is Mode.GROUPED_ABSORB:
-            heads = _round_up(heads, _STRIP_ROWS)
-            rows = heads * self.query_tokens
-        if mode is Mode.ABSORB:  # no tile has rows of two requests
-            rows, tile = _round_up(rows, tile) // tile, 1
-        return _Work(
-            read_s=self.bytes_read(mode, 1, 1) / rates.bytes_per_s,
-            tile_s=tile_s,
-            rows=rows,
-            tile=tile,
-            segment_s=rates.segment_s,
-            partials_s=2 * self.query_tokens * heads * partial_bytes / rates.bytes_per_s,
-        )
+        return {mode: _work_of(self, mode) for mode in self.rates.modes}
 
 
 class _Work(NamedTuple):
@@ -259,6 +169,32 @@ class _Work(NamedTuple):
     tile: int
     segment_s: float
     partials_s: float
+
+
+def _work_of(cost: CostModel, mode: Mode) -> _Work:
+    rates, dims, heads = cost.rates.modes[mode], cost.dims, cost.local_heads
+    rows, tile, tile_heads, per_key = heads * cost.query_tokens, rates.row_tile, 1, dims.absorb_macs
+    read, element_bytes, partial_bytes = cost.latent_row_bytes, cost.latent_element_bytes, dims.kv_lora_rank * 2
+    if mode is Mode.NAIVE:
+        heads = cost.expanded_heads
+        padding = _power_of_two(dims.qk_nope_head_dim) - dims.qk_nope_head_dim  # of the kernels' blocks
+        rows, tile_heads, per_key = cost.query_tokens, heads, dims.naive_macs + padding
+        read, element_bytes = cost.expanded_token_bytes, cost.expanded_element_bytes
+        partial_bytes = dims.v_head_dim * 4
+    tile_s = tile * tile_heads * per_key / rates.matrix_rate(element_bytes)
+    if mode is Mode.GROUPED_ABSORB:
+        heads = _round_up(heads, _STRIP_ROWS)
+        rows = heads * cost.query_tokens
+    if mode is Mode.ABSORB:  # no tile has rows of two requests
+        rows, tile = _round_up(rows, tile) // tile, 1
+    return _Work(
+        read_s=read / rates.bytes_per_s,
+        tile_s=tile_s,
+        rows=rows,
+        tile=tile,
+        segment_s=rates.segment_s,
+        partials_s=2 * cost.query_tokens * heads * partial_bytes / rates.bytes_per_s,
+    )
 
 
 def _power_of_two(value: int) -> int:

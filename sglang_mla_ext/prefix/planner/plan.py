@@ -16,7 +16,9 @@ Pure Python; knows neither SGLang nor torch. The same tree and rows give the sam
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sglang_mla_ext.prefix.planner.branches import Branches, Part
 from sglang_mla_ext.prefix.planner.choice import Chooser
@@ -57,20 +59,21 @@ class Plan:
         return tuple(segment for segment in self.segments if segment.mode is mode)
 
 
-def plan_step(
-    branches: Branches, ways: Ways, expanded: Expanded, launch: Launch, capacity: Capacity
-) -> tuple[list[Part], int]:
-    """The parts of a step that save the most, what it launches for them counted, as many as it has room for.
+class Chosen(NamedTuple):
+    """The parts that a step shares, parents before children, and how many more it has no room for."""
 
-    Returns:
-        the parts, parents before children, and how many fewer these are than with room for everything.
-    """
+    parts: Sequence[Part]
+    dropped: int
+
+
+def plan_step(branches: Branches, ways: Ways, expanded: Expanded, launch: Launch, capacity: Capacity) -> Chosen:
+    """The parts of a step that save the most, what it launches for them counted, as many as it has room for."""
     if not ways.modes:
-        return [], 0
+        return Chosen((), 0)
     covers = all_covers(branches, ways, expanded)
     choosers = functools.cache(lambda modes: Chooser(branches, covers, ways, modes))
     best = best_choice(choosers, ways.modes, launch)
     if fits(best.parts, branches, capacity):
-        return list(best.parts), 0
+        return Chosen(best.parts, 0)
     parts = best_with_room(choosers, ways.modes, best, launch, capacity)
-    return parts, max(len(best.parts) - len(parts), 1)
+    return Chosen(parts, max(len(best.parts) - len(parts), 1))

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
-from sglang_mla_ext.prefix.memory.pool import Covered
+from sglang_mla_ext.prefix.memory.coverage import Covered
 from sglang_mla_ext.prefix.planner.allocation import allocation_requests
 from sglang_mla_ext.prefix.planner.branches import Branches, Part
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.covers import Expanded, Ways, whole
 from sglang_mla_ext.prefix.planner.gains import Gains, every_range, no_launch
 from sglang_mla_ext.prefix.planner.launches import Launch
-from sglang_mla_ext.prefix.planner.plan import Plan, plan_step
+from sglang_mla_ext.prefix.planner.plan import Chosen, Plan, plan_step
 from sglang_mla_ext.prefix.planner.room import Capacity
 from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.segment import Mode, Segment
@@ -35,7 +35,7 @@ Held = tuple[Segment, tuple[Hashable, ...]]
 """A segment of a plan, and the nodes that its tokens are in."""
 
 Reach = Callable[[Sequence[Hashable], Sequence[int], int], tuple[int, list[int]]]
-"""`reach(nodes, ends, start)`: how far consecutive nodes are expanded, and the chunks; see ExpandedPool.covered."""
+"""`reach(nodes, ends, start)`: how far consecutive nodes are expanded, and the chunks; see coverage.covered."""
 
 
 class Candidates(NamedTuple):
@@ -44,13 +44,6 @@ class Candidates(NamedTuple):
     branches: Branches
     ways: Ways
     launch: Launch
-
-
-class Choice(NamedTuple):
-    """The parts that a step shares, and how many more it has no room for."""
-
-    parts: Sequence[Part]
-    dropped: int
 
 
 class Planned(NamedTuple):
@@ -119,19 +112,19 @@ class Planner:
         ways = replace(self.candidates(branches).ways, naive=every_range, grouped=None)
         return Candidates(branches, ways, no_launch)
 
-    def best(self, of: Candidates, expanded: Expanded | None = None) -> Choice:
+    def best(self, of: Candidates, expanded: Expanded | None = None) -> Chosen:
         """Return what saves the most.
 
         Args:
             expanded: how far each branch is; None as if everything were.
         """
-        return Choice(*plan_step(of.branches, of.ways, expanded or whole(of.branches), of.launch, self._capacity))
+        return plan_step(of.branches, of.ways, expanded or whole(of.branches), of.launch, self._capacity)
 
     def asked(self, of: Candidates, parts: Sequence[Part]) -> list[AllocationRequest]:
         """Return what has to be expanded for these parts."""
         return allocation_requests(parts, of.branches, of.ways)
 
-    def plan(self, of: Candidates, ideal: Choice | None, reach: Reach) -> Planned:
+    def plan(self, of: Candidates, ideal: Chosen | None, reach: Reach) -> Planned:
         """Make the plan of the ideal choice, or of another one where it needs more than is expanded.
 
         Args:

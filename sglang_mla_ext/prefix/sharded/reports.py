@@ -117,7 +117,7 @@ class Reports:
         self._distrusted.clear()
         self.agreement = None
 
-    # ---- nodes, see memory.expansion.Nodes
+    # ---- nodes, see memory.chunks.Nodes
 
     def length(self, node: Any) -> int:
         return self._pool.chunk_tokens

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_mla_ext.configs import config_names
 from sglang_mla_ext.kernels.absorb.stacking import STRIP_ROWS
-from sglang_mla_ext.prefix.planner import cost_model
+from sglang_mla_ext.prefix.planner import break_even, cost_model
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, ModeRates, rates_for
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
@@ -99,12 +99,12 @@ def test_unknown_device_gets_the_h100_and_a_warning(caplog):
 def test_counts_are_the_table():
     b, h, n = 7, 128, 1000
     cost = model(h)
-    assert cost.macs(Mode.ABSORB, b, n) == b * h * n * 1088
-    assert cost.macs(Mode.GROUPED_ABSORB, b, n) == b * h * n * 1088
-    assert cost.macs(Mode.NAIVE, b, n) == b * h * n * 320
-    assert cost.bytes_read(Mode.ABSORB, b, n) == 2 * b * n * 576
-    assert cost.bytes_read(Mode.GROUPED_ABSORB, b, n) == 2 * n * 576
-    assert cost.bytes_read(Mode.NAIVE, b, n) == 2 * (n * h * 256 + n * 64)
+    assert break_even.macs(cost, Mode.ABSORB, b, n) == b * h * n * 1088
+    assert break_even.macs(cost, Mode.GROUPED_ABSORB, b, n) == b * h * n * 1088
+    assert break_even.macs(cost, Mode.NAIVE, b, n) == b * h * n * 320
+    assert break_even.bytes_read(cost, Mode.ABSORB, b, n) == 2 * b * n * 576
+    assert break_even.bytes_read(cost, Mode.GROUPED_ABSORB, b, n) == 2 * n * 576
+    assert break_even.bytes_read(cost, Mode.NAIVE, b, n) == 2 * (n * h * 256 + n * 64)
 
 
 def test_padding_is_counted():
@@ -117,7 +117,7 @@ def test_padding_is_counted():
     )
     big = [cost.work_seconds(Mode.NAIVE, 900, 60000) for cost in (narrow, wide, whole)]
     assert big[0] < big[1] == big[2]
-    assert wide.bytes_read(Mode.NAIVE, 1, 1) < whole.bytes_read(Mode.NAIVE, 1, 1)
+    assert break_even.bytes_read(wide, Mode.NAIVE, 1, 1) < break_even.bytes_read(whole, Mode.NAIVE, 1, 1)
 
 
 def test_a_strip_is_the_kernels():
@@ -128,8 +128,8 @@ def test_counts_of_several_query_tokens():
     """As if there were as many more requests, but for plain absorb's bytes: a request's tokens are read once."""
     one, four = model(128), model(128, query_tokens=4)
     for mode in Mode:
-        assert four.macs(mode, 7, 1000) == one.macs(mode, 28, 1000)
-        assert four.bytes_read(mode, 7, 1000) == one.bytes_read(mode, 7, 1000)
+        assert break_even.macs(four, mode, 7, 1000) == break_even.macs(one, mode, 28, 1000)
+        assert break_even.bytes_read(four, mode, 7, 1000) == break_even.bytes_read(one, mode, 7, 1000)
         assert four.segment_seconds(mode, 7) == pytest.approx(one.segment_seconds(mode, 28))
     assert four.tail_rows(7) == one.tail_rows(28)
     assert model(16, query_tokens=4).tail_rows(7) == model(16).tail_rows(7), "what one tile has room for"
@@ -154,9 +154,9 @@ def test_sharing_pays_that_many_times_earlier(gpu, storage, queries):
         return max(expanded / naive.bytes_per_s, rows * 320 / naive.matrix_rate(storage)) < by_absorb
 
     by_hand = next(count for count in range(2, 4096) if pays(count))
-    assert replace(cost, rates=rates).smallest_profitable_group(tokens) == by_hand
+    assert break_even.smallest_profitable_group(replace(cost, rates=rates), tokens) == by_hand
     alone = replace(cost, query_tokens=1)
-    earlier = alone.smallest_profitable_group(tokens) / cost.smallest_profitable_group(tokens)
+    earlier = break_even.smallest_profitable_group(alone, tokens) / break_even.smallest_profitable_group(cost, tokens)
     assert 0.7 * queries < earlier < 1.3 * queries
 
 
@@ -179,8 +179,10 @@ def test_equation_1_gives_the_papers_threshold():
     """Ascend NPU: 376 TOPS (two operations a MAC) and 1.8 TB/s give 61."""
     npu = ModeRates(bytes_per_s=1.8e12, macs_per_s=188e12, fp8_macs_per_s=None, overhead_s=0, row_tile=1)
     cost = CostModel(V3, 128, GpuRates("NPU", 0, dict.fromkeys(Mode, npu), "TyphoonMLA, section 3.2"))
-    assert int(cost.threshold_batch()) == 61
-    assert replace(cost, query_tokens=2).threshold_batch() == pytest.approx(cost.threshold_batch() / 2)
+    assert int(break_even.threshold_batch(cost)) == 61
+    assert break_even.threshold_batch(replace(cost, query_tokens=2)) == pytest.approx(
+        break_even.threshold_batch(cost) / 2
+    )
 
 
 # -- times: an H200, one layer, DeepSeek-V3, measured ms ---------------------------------------------------------------
@@ -278,39 +280,39 @@ def test_chooses_a_mode_near_the_fastest_measured_one():
 @pytest.mark.parametrize("group_size", [1, 2, 64, 128])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_small_prefixes_stay_absorb(heads, group_size, tokens):
-    assert model(heads).best_mode(group_size, tokens, {Mode.ABSORB, Mode.NAIVE}) is Mode.ABSORB
+    assert break_even.best_mode(model(heads), group_size, tokens, {Mode.ABSORB, Mode.NAIVE}) is Mode.ABSORB
 
 
 def test_a_group_of_one_is_absorb_whatever_is_allowed():
-    assert model().best_mode(1, 26472, {Mode.NAIVE}) is Mode.ABSORB
+    assert break_even.best_mode(model(), 1, 26472, {Mode.NAIVE}) is Mode.ABSORB
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200", "a100"])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_large_groups_on_long_prefixes_are_naive(gpu, heads):
-    assert model(heads, gpu).best_mode(512, 26472) is Mode.NAIVE
+    assert break_even.best_mode(model(heads, gpu), 512, 26472) is Mode.NAIVE
 
 
 def test_grouped_absorb_where_heads_are_few_and_naive_has_no_room():
-    assert model(16).best_mode(128, 26472, {Mode.ABSORB, Mode.GROUPED_ABSORB}) is Mode.GROUPED_ABSORB
+    assert break_even.best_mode(model(16), 128, 26472, {Mode.ABSORB, Mode.GROUPED_ABSORB}) is Mode.GROUPED_ABSORB
 
 
 @pytest.mark.parametrize(("heads", "low", "high"), [(128, 25, 50), (64, 20, 50), (16, 8, 20)])
 def test_smallest_profitable_group(heads, low, high):
     cost = model(heads)
-    smallest = cost.smallest_profitable_group(26472)
+    smallest = break_even.smallest_profitable_group(cost, 26472)
     assert smallest is not None
     assert low <= smallest <= high
     allowed = {Mode.ABSORB, Mode.NAIVE}
-    assert cost.best_mode(smallest, 26472, allowed) is Mode.NAIVE
-    assert cost.best_mode(smallest - 1, 26472, allowed) is Mode.ABSORB
+    assert break_even.best_mode(cost, smallest, 26472, allowed) is Mode.NAIVE
+    assert break_even.best_mode(cost, smallest - 1, 26472, allowed) is Mode.ABSORB
 
 
 def test_no_profitable_group():
-    assert model().smallest_profitable_group(0) is None
-    assert model().smallest_profitable_group(26472, limit=4) is None
+    assert break_even.smallest_profitable_group(model(), 0) is None
+    assert break_even.smallest_profitable_group(model(), 26472, limit=4) is None
     with pytest.raises(ValueError, match="no mode"):
-        model().best_mode(2, 100, set())
+        break_even.best_mode(model(), 2, 100, set())
 
 
 @given(
@@ -322,7 +324,7 @@ def test_no_profitable_group():
 )
 def test_the_best_mode_is_the_cheapest_and_costs_grow_with_work(group_size, tokens, heads, gpu, expanded):
     cost = model(heads, gpu, expanded_element_bytes=expanded)
-    best = cost.seconds(cost.best_mode(group_size, tokens), group_size, tokens)
+    best = cost.seconds(break_even.best_mode(cost, group_size, tokens), group_size, tokens)
     for mode in Mode:
         assert best <= cost.seconds(mode, group_size, tokens)
         assert cost.seconds(mode, group_size, tokens) <= cost.seconds(mode, group_size + 1, tokens)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_mla_ext.prefix.memory import coverage
 from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
 from sglang_mla_ext.prefix.memory.pool import GRACE, ExpandedPool
 
@@ -72,7 +73,7 @@ def want(node: Node, worth: float = 1.0, start: int = 0, end: int | None = None,
 
 def fill(pool: ExpandedPool, *wants: AllocationRequest) -> None:
     for each in wants:
-        for chunk in pool.missing(each):
+        for chunk in coverage.missing(pool, each):
             pool.fill(chunk, min((chunk.index + 1) * CHUNK, each.end))
 
 
@@ -85,7 +86,7 @@ def give(pool: ExpandedPool, *wants: AllocationRequest) -> list[int]:
 
 def covered(pool: ExpandedPool, node: Node) -> tuple[int, list[int]]:
     path = node.path()
-    return pool.covered(path, [step.end for step in path], 0)
+    return coverage.covered(pool, path, [step.end for step in path], 0)
 
 
 def ids_of(pool: ExpandedPool) -> list[int]:
@@ -97,14 +98,14 @@ def test_a_range_gets_chunks_and_is_covered_once_they_are_filled() -> None:
     reached, evicted = pool.allot([want(node)], TREE)
     assert reached == [node.end] and evicted == 0 and pool.used_chunks == 4
     assert covered(pool, node) == (0, [])
-    missing = list(pool.missing(want(node)))
+    missing = list(coverage.missing(pool, want(node)))
     assert [chunk.index for chunk in missing] == [0, 1, 2, 3]
     before = pool.version
     pool.fill(missing[0], CHUNK)
     assert covered(pool, node) == (CHUNK, [missing[0].id]) and pool.version > before
     fill(pool, want(node))
     assert covered(pool, node) == (node.end, [chunk.id for chunk in missing])
-    assert list(pool.missing(want(node))) == []
+    assert list(coverage.missing(pool, want(node))) == []
     assert give(pool, want(node)) == [node.end] and pool.used_chunks == 4, "it is there already"
 
 
@@ -161,7 +162,7 @@ def test_many_splits_between_two_looks() -> None:
     pool.follow(TREE)
     assert len(pool.nodes) == 3000
     path = [*fronts[::-1], node]
-    assert pool.covered(path, [step.end for step in path], 0) == (node.end, ids)
+    assert coverage.covered(pool, path, [step.end for step in path], 0) == (node.end, ids)
 
 
 def test_a_remainder_before_a_branch_is_kept_beside_the_chunks_of_the_branches() -> None:
@@ -270,7 +271,7 @@ def test_drop_all_forgets_everything() -> None:
     pool, node = ExpandedPool(4, CHUNK), Node(None, 3 * CHUNK)
     give(pool, want(node))
     before = pool.version
-    assert pool.drop_all() == 3 and pool.used_chunks == 0 and not pool.nodes and pool.version > before
+    assert pool.drop(pool.nodes) == 3 and pool.used_chunks == 0 and not pool.nodes and pool.version > before
     assert covered(pool, node) == (0, [])
 
 
@@ -321,7 +322,7 @@ class History:
         for each, reach in zip(wants, reached, strict=True):
             if reach:
                 each = each._replace(end=reach)
-                for chunk in list(self.pool.missing(each))[: rng.randrange(9)]:
+                for chunk in list(coverage.missing(self.pool, each))[: rng.randrange(9)]:
                     end = min((chunk.index + 1) * CHUNK, reach)
                     pages = range(chunk.index * CHUNK, end, 64)
                     self.memory[chunk.id] = tuple(self.page(each.nodes[-1], at) for at in pages)

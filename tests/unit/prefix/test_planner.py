@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.prefix.planner import break_even
 from sglang_mla_ext.prefix.planner.branches import Branches, Part
 from sglang_mla_ext.prefix.planner.choice import Chooser
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
@@ -336,7 +337,7 @@ def test_a_group_alone_is_attended_to_as_the_cost_model_says(name: str) -> None:
         batch = Batch((-1,), (tokens,), (0,) * rows)
         segments = batch.step(gains).segments
         chosen = segments[0].mode if segments else Mode.ABSORB
-        best = cost.best_mode(rows, tokens, allowed)
+        best = break_even.best_mode(cost, rows, tokens, allowed)
         assert cost.seconds(chosen, rows, tokens) == pytest.approx(cost.seconds(best, rows, tokens)), (rows, tokens)
 
 

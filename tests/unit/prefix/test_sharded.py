@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from sharded_ranks import CHUNK, OTHER, SYSTEM, Meeting, Rank, make, member_of, names_of, together, without_ids
 
+from sglang_mla_ext.prefix.planner import break_even
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
@@ -243,7 +244,7 @@ def test_few_requests_on_many_ranks_share_by_cost() -> None:
         found = member_of(rank, 8, mode="auto", per_step=1 << 15, chunk=256)
         ranks.append(Rank(rank, meeting, found, [prompt] * 32))
     alone = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"))
-    assert alone.smallest_profitable_group(26_000) > 32
+    assert break_even.smallest_profitable_group(alone, 26_000) > 32
     plan = [together(ranks)[3] for _ in range(3)][-1]
     assert without_ids(plan.segments) == [(tuple(range(8 * 32)), 0, 16_384)]  # what memory holds
     assert plan.mine.prefix_lens == (16_384,) * 32

@@ -22,6 +22,7 @@ from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.predict import sharing
 from sglang_mla_ext.prefix.memory.pool import GRACE, ExpandedPool
+from sglang_mla_ext.prefix.planner import break_even
 from sglang_mla_ext.prefix.planner import planner as planner_module
 from sglang_mla_ext.prefix.planner.branches import Branches, Part
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
@@ -149,7 +150,7 @@ def test_never_in_mode_absorb(tree: Any) -> None:
 def test_in_mode_auto_where_the_cost_model_says_so(tree: Any) -> None:
     server = Server(tree, mode="auto")
     requests = [tree.run("systemprompt-" + letter) for letter in "abcdef"]
-    smallest = COST.smallest_profitable_group(13 * PAGE)
+    smallest = break_even.smallest_profitable_group(COST, 13 * PAGE)
     assert 2 < smallest <= len(requests)
     assert server.decode(*requests[: smallest - 1]) == []
     assert server.decode(*requests[:smallest]) == [(tuple(range(smallest)), 13)]
@@ -408,7 +409,7 @@ def test_a_plan_is_kept_until_something_changes(tree: Any, monkeypatch: pytest.M
     requests[0].last_node = tree.run("systemprompt-aaa").last_node
     assert plans_made(*requests), "a request's node changed"
     assert not plans_made(*requests)
-    server.pool.drop_all()
+    server.pool.drop(server.pool.nodes)
     assert plans_made(*requests), "an expansion went away"
 
 
@@ -532,7 +533,7 @@ def test_a_prefix_is_shortened_to_the_memory(tree: Any) -> None:
     server = Server(tree, chunks=2)
     requests = [tree.run("sixteen-letters-a"), tree.run("sixteen-letters-b")]
     assert server.decode(*requests) == [((0, 1), 2 * CHUNK_TOKENS / PAGE)]
-    assert server.prefixes.tokens_without_memory == 2 * CHUNK_TOKENS and not server.counters.fallbacks
+    assert server.prefixes.expansion.tokens_without_memory == 2 * CHUNK_TOKENS and not server.counters.fallbacks
 
 
 @pytest.mark.parametrize("chunks", [0, 1])
@@ -551,7 +552,7 @@ def test_what_is_held_alone_makes_room(tree: Any) -> None:
     tree.finish(ours[1])
     theirs = [tree.run("SIXTEEN-LETTERS-a"), tree.run("SIXTEEN-LETTERS-b")]
     assert [server.decode(ours[0], *theirs) for _ in range(GRACE + 2)][-1] == [((1, 2), 16)]
-    assert server.counters.evictions == 4 and server.prefixes.tokens_without_memory == 0
+    assert server.counters.evictions == 4 and server.prefixes.expansion.tokens_without_memory == 0
     many = [tree.run("OTHER-LETTERS..." + letter) for letter in "abc"]
     assert server.decode(ours[0], *theirs, *many) == [((3, 4, 5), 16)]
 
@@ -674,7 +675,7 @@ def test_a_gain_counts_rows_and_not_requests(tree: Any) -> None:
     """So many of one request pay as so many requests of one row each."""
     server = Server(tree, mode="auto")
     requests = [tree.run("systemprompt-" + letter) for letter in "abcdef"]
-    smallest = COST.smallest_profitable_group(13 * PAGE)
+    smallest = break_even.smallest_profitable_group(COST, 13 * PAGE)
     assert server.decode(*requests)
     server.expander.taken()
     assert mixed_groups(server, requests[:1], [smallest - 1]) == []
@@ -706,11 +707,15 @@ def test_capacity_counts_rows(tree: Any) -> None:
 def test_how_much_of_each_request_is_expanded(tree: Any) -> None:
     server = Server(tree)
     first, second, alone = tree.run("systemprompt-a"), tree.run("systemprompt-b"), tree.run("else")
-    assert server.prefixes.expanded_lens([first, alone], [14 * PAGE, 4 * PAGE]) == [0, 0]
+    assert server.prefixes.source.expanded_lens([first, alone], [14 * PAGE, 4 * PAGE]) == [0, 0]
     server.decode(first, second)
-    assert server.prefixes.expanded_lens([first, alone, second], [14 * PAGE, 4 * PAGE, 100]) == [13 * PAGE, 0, 100]
+    assert server.prefixes.source.expanded_lens([first, alone, second], [14 * PAGE, 4 * PAGE, 100]) == [
+        13 * PAGE,
+        0,
+        100,
+    ]
     server.tree.finish(second)
-    assert server.prefixes.expanded_lens([first], [14 * PAGE]) == [13 * PAGE], "whoever else holds it"
+    assert server.prefixes.source.expanded_lens([first], [14 * PAGE]) == [13 * PAGE], "whoever else holds it"
 
 
 @settings(max_examples=80, deadline=None)

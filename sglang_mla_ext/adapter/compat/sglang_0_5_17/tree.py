@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_marked, with_whole_paths
+from sglang_mla_ext.adapter.compat.shared_nodes import Forks
 from sglang_mla_ext.adapter.compat.tree_view import TreeView, UnsupportedTree
 from sglang_mla_ext.prefix.tree import SharedTree
 
@@ -91,13 +91,8 @@ class NodeTreeView(TreeView):
         they find is kept until two calls later, and with it the nodes: `forget` when no request is left.
         """
         ends, marked = list(map(_LAST_NODE, requests)), {handle.node for handle in also}
-        beside, all_marked = bool(marked) and of is None, True
-        if beside:
-            forks, all_found = find_with(ends, marked)
-        else:
-            forks, all_found = self._forks.find(ends)
-            forks, all_marked = with_marked(forks, ends, marked, of or ())
-        nodes, parents, deepest, complete = all_above(with_whole_paths(forks, ends, whole))
+        in_pass = not marked or of is not None
+        nodes, parents, deepest, complete = self._forks.shared(ends, marked, whole, of, remember=in_pass)
         listed = self._listed
         known: dict[TreeNode, tuple[NodeHandle, int]] = {}
         handles: list[NodeHandle] = []
@@ -110,9 +105,9 @@ class NodeTreeView(TreeView):
             known[node] = found
             handles.append(found[0])
             node_ends.append(found[1])  # no split changes it
-        if not beside:
+        if in_pass:
             self._listed = known
-        return SharedTree(handles, parents, node_ends, deepest, complete and all_found and all_marked)
+        return SharedTree(handles, parents, node_ends, deepest, complete)
 
     def forget(self) -> None:
         """See prefix.tree.Tree."""

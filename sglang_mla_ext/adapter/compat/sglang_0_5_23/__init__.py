@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.compat.sglang_0_5_17 import Release0517
 from sglang_mla_ext.adapter.compat.sglang_0_5_23 import used
+from sglang_mla_ext.adapter.compat.sglang_0_5_23.arguments import Arguments0523
 from sglang_mla_ext.adapter.compat.sglang_0_5_23.tree import NumberedTreeView
 
 if TYPE_CHECKING:
@@ -23,87 +23,11 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.compat.draft_units import Units
 
 
-class Release0523(Release0517):
+class Release0523(Arguments0523, Release0517):
     """See Release0517, also for each method."""
 
     CHANGES = used.CHANGES
-    RESOLVED_BY = "resolve_once"
     TreeView = NumberedTreeView
-
-    # ---- server arguments
-
-    def is_resolved(self, args: ServerArgs) -> bool:
-        """See Release0517. Whoever publishes the arguments calls RESOLVED_BY, in every process."""
-        return bool(getattr(args, "_resolution_finished", False))
-
-    def resolve(self, args: ServerArgs) -> None:
-        """See Release0517."""
-        args.resolve_once()
-
-    def resolved(self, args: ServerArgs) -> Any:
-        """See Release0517. `args` may be what this returns."""
-        from sglang.srt.arg_groups.overrides import ResolvedView, resolved_view
-
-        return args if isinstance(args, ResolvedView) else resolved_view(args)
-
-    def attention_backends(self, args: ServerArgs) -> tuple[str | None, str | None]:
-        """See Release0517."""
-        from sglang.srt.arg_groups.overrides import attention_backends_of
-
-        prefill, decode = attention_backends_of(self.resolved(args))
-        return prefill, decode
-
-    def dp_attention_ranks(self, args: ServerArgs) -> int:
-        """See Release0517. When SGLang resolves its arguments, --enable-dp-attention becomes a number of its own."""
-        return int(args.dp_size if args.enable_dp_attention else args.attn_dp_size)
-
-    def infiniband_check(self) -> tuple[Any, str]:
-        """See Release0517."""
-        from sglang.srt.arg_groups import validation_hook
-
-        return validation_hook, "validate_ib_devices"
-
-    def other_trees(self) -> list[str]:
-        """See Release0517. There are none."""
-        return []
-
-    def further_findings(self, args: ServerArgs) -> list[Finding]:
-        """See Release0517. SGLang keeps rows of NEXTN's drafts beside the model's on the host, which must be as long
-        (check_packed_kv_rows, mem_cache/hybrid_cache/host_pool_config.py:268): 576 bytes beside 656 with an FP8 cache.
-        """
-        drafts_on_host = args.enable_hierarchical_cache and args.speculative_algorithm is not None
-        over_fp8 = drafts_on_host and args.kv_cache_dtype == "fp8_e4m3"
-        return [
-            *unsupported("--enable-hierarchical-cache beside drafts over an FP8 cache", over_fp8),
-            *unsupported("--enable-unified-cache-external-linker", args.enable_unified_cache_external_linker),
-            *unsupported("--enable-layernorm-sp", args.enable_layernorm_sp),
-            *unsupported("--enable-kv-cache-sharding", args.enable_kv_cache_sharding),
-            *unsupported("--enable-nvidia-megakernel", args.enable_nvidia_megakernel),
-            *unsupported("--enable-pd-role-switch", args.enable_pd_role_switch),
-            *unsupported(
-                "--disaggregation-decode-retraction-backup host_pool",
-                args.disaggregation_decode_retraction_backup == "host_pool",
-            ),
-        ]
-
-    # ---- the model
-
-    def uses_mla(self, args: ServerArgs) -> bool:
-        """See Release0517."""
-        from sglang.srt.arg_groups.overrides import use_mla_backend
-
-        return bool(use_mla_backend(args))
-
-    def _model_config(self, args: ServerArgs) -> Any:
-        from sglang.srt.arg_groups.overrides import model_config_of
-
-        return model_config_of(args)
-
-    def tree_of_linear_layers(self) -> str | None:
-        """See Release0517. One tree is for all models."""
-        return None
-
-    # ---- memory
 
     def row_of_request(self, req: Any) -> int:
         """See Release0517."""
@@ -121,8 +45,6 @@ class Release0523(Release0517):
         """See Release0517. The prefill server reports what has come (transfer_worker, disaggregation/nixl/conn.py:1602)
         and a decode server asks NIXL for nothing: without NIXL's thread no transfer ended in 300 s."""
         return False
-
-    # ---- passes
 
     def flash_mla(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """See Release0517."""
@@ -146,8 +68,6 @@ class Release0523(Release0517):
     ) -> None:
         """See Release0517."""
         translator.pack_read_stream(batch.kv_loc_plan, req_pool_indices=batch.req_pool_indices, out=out, **ranges)
-
-    # ---- speculative decoding
 
     def mixes_with_drafts(self, args: ServerArgs) -> bool:
         """See Release0517: with one chain of drafts a request, and passes that no other rank has a part in."""

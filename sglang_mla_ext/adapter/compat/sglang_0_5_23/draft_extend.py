@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ def extend_draft(units: Units, runner: ModelRunner, batch: ForwardBatch, draft_w
     most = len(units.lens) if graph is None else graph.max_bs
     rows_of_last = torch.arange(units.width - 1, len(units.source), units.width, device=units.source.device)
     last_units = units.last // units.width
+    ends = list(accumulate(rows // units.width for rows in units.rows.lens))
     rows_of_last[last_units] = units.last
     found: list[tuple[Tensor, Tensor]] = []
     for first in range(0, len(units.lens), most):
@@ -43,7 +45,7 @@ def extend_draft(units: Units, runner: ModelRunner, batch: ForwardBatch, draft_w
         if graph is not None and not graph.can_run_graph(part):
             return None
         output = run(part, rows_of_last[first:stop] - first * units.width)
-        ending = slice(bisect_right(units.ends, first), bisect_right(units.ends, stop))
+        ending = slice(bisect_right(ends, first), bisect_right(ends, stop))
         chosen = last_units[ending] - first
         found.append((output.next_token_logits[chosen], output.hidden_states[chosen]))  # copies: the graph reuses them
     return _output(found, graphs=graph is not None)
@@ -68,7 +70,8 @@ def _batch_of(units: Units, runner: ModelRunner, batch: ForwardBatch, first: int
     mode, capture = type(batch.forward_mode), type(batch.capture_hidden_mode)
     found.forward_mode, found.capture_hidden_mode, found.batch_size = mode.DRAFT_EXTEND_V2, capture.FULL, count
     found.input_ids, found.positions = batch.input_ids[source], units.positions[rows]
-    found.req_pool_indices, found.out_cache_loc = units.table_rows[first:stop], units.slots[rows]
+    found.req_pool_indices = batch.req_pool_indices[units.requests[first:stop]].long()
+    found.out_cache_loc = units.slots[rows]
     found.seq_lens, found.seq_lens_cpu = lens.to(batch.seq_lens.dtype), host_lens.to(torch.int64)
     widths = torch.full((count,), width, dtype=torch.int32, device=device)
     found.spec_info = EagleDraftExtendInput(

@@ -8,11 +8,12 @@ this ties that to the planner's protocol.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.compat.mirror import Mirror, MirrorNode, PathNode
-from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_marked, with_whole_paths
+from sglang_mla_ext.adapter.compat.shared_nodes import Forks
 from sglang_mla_ext.adapter.compat.tree_view import TreeView, UnsupportedTree
 from sglang_mla_ext.prefix.tree import SharedTree
 
@@ -87,18 +88,12 @@ class NumberedTreeView(TreeView):
         they find is kept until two calls later: `forget` when no request is left.
         """
         ends, marked = list(map(_LAST_NODE, requests)), set(also)
-        beside = bool(marked) and of is None
-        found, complete = self._mirror.follow(ends, count=not beside)
-        all_marked = True
-        if beside:
-            with self._mirror.counted(found):
-                forks, all_found = find_with(found, marked)
-        else:
-            forks, all_found = self._forks.find(found)
-            forks, all_marked = with_marked(forks, found, marked, of or ())
-        nodes, parents, deepest, all_listed = all_above(with_whole_paths(forks, found, whole))
+        in_pass = not marked or of is not None
+        found, all_known = self._mirror.follow(ends, count=in_pass)
+        with nullcontext() if in_pass else self._mirror.counted(found):
+            nodes, parents, deepest, complete = self._forks.shared(found, marked, whole, of, remember=in_pass)
         node_ends = [node.end for node in nodes]
-        return SharedTree(nodes, parents, node_ends, deepest, complete and all_found and all_marked and all_listed)
+        return SharedTree(nodes, parents, node_ends, deepest, complete and all_known)
 
     def forget(self) -> None:
         """See prefix.tree.Tree."""

@@ -18,6 +18,7 @@ from sglang_mla_ext.adapter.ranks.ranks import RanksDifferError
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
+from sglang_mla_ext.prefix.planner import break_even
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import rates_for
 from sglang_mla_ext.segment import Mode
@@ -154,7 +155,7 @@ def test_grouped_absorb_needs_no_memory_for_prefixes(
     world: World, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     smallest = lambda *args, **kwargs: 2  # noqa: E731 - the toy model's groups pay nowhere
-    monkeypatch.setattr(CostModel, "smallest_profitable_group", smallest)
+    monkeypatch.setattr(break_even, "smallest_profitable_group", smallest)
     seconds = {Mode.ABSORB: 3.0, Mode.GROUPED_ABSORB: 2.0, Mode.NAIVE: 1.0}
     monkeypatch.setattr(CostModel, "token_seconds", lambda self, mode, rows, from_memory: seconds[mode] * rows)
     backend = world.make("gpu", grouped=True, **options)
@@ -199,11 +200,11 @@ def test_memory_of_the_latent_part_comes_out_of_the_budget(world: World, monkeyp
 def test_rows_from_which_a_group_can_pay_in_any_mode(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def smallest(self: CostModel, tokens: int, allowed: Any, limit: int) -> int:
+    def smallest(cost: CostModel, tokens: int, allowed: Any, limit: int) -> int:
         asked.append(set(allowed))
         return 5
 
-    monkeypatch.setattr(CostModel, "smallest_profitable_group", smallest)
+    monkeypatch.setattr(break_even, "smallest_profitable_group", smallest)
     every = {Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE}
     for options, allowed in (
         ({"grouped": True}, every),

@@ -193,11 +193,11 @@ def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
     assert segment.rows == (0, 1, 2, 8, 9, 10) and segment.end == 2 * CHUNK, "rows of a rank are those of its graph"
     (segment,) = rank.step(reqs, new_tokens=3).segments
     assert segment.end == CHUNK and len(segment.rows) == 12, "where new tokens are rows, only what is cached"
-    assert rank.prefixes.expanded_lens(reqs, [600, 300]) == [2 * CHUNK, CHUNK]
+    assert rank.prefixes.source.expanded_lens(reqs, [600, 300]) == [2 * CHUNK, CHUNK]
     others = [request(600, extra_key="salt"), request(600, input_embeds=object())]
     assert rank.step(others) is None and rank.prefixes.plan.segments == ()
     others = [request(600, positional_embed_overrides=object()) for _ in range(2)]
-    assert rank.step(others) is None and rank.prefixes.expanded_lens(others, [600, 600]) == [0, 0]
+    assert rank.step(others) is None and rank.prefixes.source.expanded_lens(others, [600, 600]) == [0, 0]
     assert not rank.failures and not rank.counters.not_sharded
 
 

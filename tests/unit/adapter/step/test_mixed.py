@@ -155,7 +155,7 @@ class Prefixes:
     """Of which so many tokens are expanded for each request."""
 
     def __init__(self, expanded: int = 0) -> None:
-        self.expanded, self.fails = expanded, False
+        self.expanded, self.fails, self.source = expanded, False, self
 
     def expanded_lens(self, reqs: Any, prefix_lens: list[int]) -> list[int]:
         if self.fails:
@@ -271,9 +271,10 @@ def test_logits_are_those_of_last_rows() -> None:
         return SimpleNamespace(logits_output=logits)
 
     now = module.passes.now
-    output = module.forward_mixed(forward, "runner", batch, pytest.fail, "proxies", False, 1)
+    session, runner = SimpleNamespace(steps=SimpleNamespace(fail=pytest.fail)), SimpleNamespace(is_draft_worker=False)
+    output = module.around_forward_raw(session, forward, runner, batch, "proxies", False, 1)
     assert output.logits_output.next_token_logits.flatten().tolist() == [2, 4, 5]
-    assert seen == [("runner", now.as_rows, ("proxies", False, 1))] and now.as_rows.batch_size == 6
+    assert seen == [(runner, now.as_rows, ("proxies", False, 1))] and now.as_rows.batch_size == 6
     module.passes.end()
 
 

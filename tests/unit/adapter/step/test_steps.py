@@ -23,6 +23,7 @@ class Prefixes:
     """What SharedPrefixes is asked for."""
 
     pool = SimpleNamespace(used_chunks=3)
+    expansion = SimpleNamespace(tokens_without_memory=0)
     plan = Plan(0)
 
     def __init__(self) -> None:
@@ -112,7 +113,7 @@ def test_planning_that_fails_falls_back_and_is_tried_again_later() -> None:
     steps.succeed()
     steps._prefixes.fails = True
     plan_pass(steps, DECODE, requests(3), [])
-    assert steps._pause == FIRST_PAUSE
+    assert steps.pause == FIRST_PAUSE
 
 
 def test_a_batch_that_is_too_large_shares_nothing() -> None:
@@ -256,12 +257,12 @@ def test_what_ranks_agreed_on_is_the_plan(mixed: bool) -> None:
     steps.sharded = SimpleNamespace(shared_plan=lambda: sharded)
     of_pass = (EXTEND, requests(5), [], [300] * 5, [2] * 5) if mixed else (DECODE, requests(5), [])
     for pause in (0, FIRST_PAUSE):
-        steps._pause = pause
+        steps.pause = pause
         plan_pass(steps, *of_pass, mixed=mixed)
         steps.fail(Fallback.EXPAND, MemoryError())
         assert passes.now.sharded is sharded and passes.now.plan is sharded.mine
     assert steps.counters.steps_sharded == 2 and not steps._prefixes.named("plan_decode")
-    steps.sharded, steps._pause = SimpleNamespace(shared_plan=lambda: None), 0
+    steps.sharded, steps.pause = SimpleNamespace(shared_plan=lambda: None), 0
     assert steps.can_share()
     plan_pass(steps, *of_pass, mixed=mixed)
     assert passes.now.sharded is None and passes.now.plan is NOTHING_SHARED
