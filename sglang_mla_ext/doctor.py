@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 IN_IMAGE = "the image has to contain sglang-mla-ext: docs/operating.md, *In a container*"
 
 PRICES = {
-    "--page-size": "a prompt is shared in whole pages; up to 63 tokens at its end are not",
-    "--disable-prefill-cuda-graph": "prefill passes cost the host about 2.5 ms a layer, 5 with experts",
+    "--page-size": " (a prompt is shared in whole pages; up to 63 tokens at its end are not)",
+    "--disable-prefill-cuda-graph": " (prefill passes cost the host about 2.5 ms a layer, 5 with experts)",
 }
 """Costs of settings that are made automatically."""
 
@@ -107,17 +107,11 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
     said += [f"  warning: {warning}" for warning in found.warnings]
     said.append(f"SGLang {found.tested.version}: {found.tested}")
     said += [found.memory_report] if found.memory_report else []
-    said += [f"automatic setting: {setting}{_price(setting)}" for setting in found.settings]
+    said += [f"automatic setting: {setting}{PRICES.get(setting.partition(' ')[0], '')}" for setting in found.settings]
     said += [f"treating {path} as {name}" for path, name in found.models.items() if path != name]
     if (found.line.environment, found.line.arguments) != (line.environment, line.arguments):
         said.append(launch_line.text(found.line))
     return said
-
-
-def _price(setting: str) -> str:
-    """Return what an automatic setting costs, in brackets; nothing where it costs nothing."""
-    price = PRICES.get(setting.partition(" ")[0])
-    return f" ({price})" if price else ""
 
 
 def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
@@ -147,7 +141,8 @@ def _say_machine(console: Console, gpu: str | None, problems: list[str], warning
     versions = {name: installed_version(name) for name in ("sglang", "torch", "triton")}
     versions |= {"sglang-mla-ext": __version__, "python": platform.python_version()}
     if as_json:
-        _print_json({"outcome": outcome, **versions, "device": gpu, "problems": problems, "warnings": warnings})
+        found = {"outcome": outcome, **versions, "device": gpu, "problems": problems, "warnings": warnings}
+        _say(console, found, [], as_json)
         return
     table = Table(show_header=False)
     for name, version in versions.items():
@@ -163,11 +158,7 @@ def _say_machine(console: Console, gpu: str | None, problems: list[str], warning
 
 def _say(console: Console, found: dict[str, Any], text: list[str], as_json: bool) -> None:
     if as_json:
-        _print_json(found)
+        print(json.dumps(found, indent=2))
         return
     for line in text:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _print_json(found: dict[str, Any]) -> None:
-    print(json.dumps(found, indent=2))

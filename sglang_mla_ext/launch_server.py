@@ -1,9 +1,20 @@
-"""`python -m sglang_mla_ext.launch_server`: SGLang's launcher, with or without a GPU (adapter/launch/launch_server.py).
+"""`python -m sglang_mla_ext.launch_server`: SGLang's own launcher, with the CPU stand-ins put in place first.
 
-Spawned processes import this module again, and with it what the launcher puts in place first.
+With a GPU it does the same as `python -m sglang.launch_server`. Spawned processes import this module again, so the
+stand-ins are in place there too.
 """
 
-from sglang_mla_ext.adapter.launch.launch_server import main
+import runpy
+
+from sglang_mla_ext.adapter.cpu import stubs
+
+if stubs.needed():
+    stubs.install()
+
+
+def main() -> None:
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
+
 
 if __name__ == "__main__":
     main()

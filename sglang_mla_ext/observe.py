@@ -10,7 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.prefix.planner.plan import Plan
@@ -147,13 +147,13 @@ class Counters:
         Returns:
             whether it was logged: the first of each reason and type of error is.
         """
-        self.fallbacks[reason.value] += 1
+        self.fallbacks[reason.code] += 1
         kind = type(error).__name__ if error is not None else ""
-        if (reason.value, kind) in self._logged:
+        if (reason.code, kind) in self._logged:
             return False
-        self._logged.add((reason.value, kind))
-        text = reason.text.format(**of_text) + (f": {kind}" if kind else "")
-        logger.warning("hybrid_mla: falling back (%s): %s", reason.value, text, exc_info=error)
+        self._logged.add((reason.code, kind))
+        text = reason.value.format(**of_text) + (f": {kind}" if kind else "")
+        logger.warning("hybrid_mla: falling back (%s): %s", reason.code, text, exc_info=error)
         return True
 
 
@@ -177,10 +177,8 @@ def report(
         "budget_bytes": budget_bytes,
         "tokens_without_memory": tokens_without_memory,
         "counters": {
-            **asdict(counters),
-            "fallbacks": dict(counters.fallbacks),
-            "not_mixed": dict(counters.not_mixed),
-            "not_sharded": dict(counters.not_sharded),
+            each.name: dict(value) if isinstance(value := getattr(counters, each.name), Counter) else value
+            for each in fields(counters)
         },
     }
 
@@ -226,8 +224,6 @@ class Metrics:
 
         self._labels = dict(labels)
         said = {each.name: each.metadata["help"] for each in fields(Counters)}
-        empty = asdict(Counters())
-        by_reason = {name for name, value in empty.items() if isinstance(value, Counter)}
         self._gauges = {
             name: prometheus_client.Gauge(
                 f"sglang:hybrid_mla_{name}", help, list(labels), multiprocess_mode="mostrecent"
@@ -235,11 +231,13 @@ class Metrics:
             for name, help in (STATES | {name: said[name] for name in MAXIMA}).items()
         }
         self._totals = {
-            name: prometheus_client.Counter(
-                f"sglang:hybrid_mla_{name}", said[name], [*labels, *(["reason"] if name in by_reason else [])]
+            each.name: prometheus_client.Counter(
+                f"sglang:hybrid_mla_{each.name}",
+                said[each.name],
+                [*labels, *["reason"] * (each.default_factory is Counter)],
             )
-            for name in empty
-            if name not in MAXIMA
+            for each in fields(Counters)
+            if each.name not in MAXIMA
         }
         self._counted: dict[prometheus_client.Counter, float] = {}
         self._shadow_error = prometheus_client.Histogram(
@@ -257,16 +255,9 @@ class Metrics:
         states = {**info, **info["counters"], "groups": len(info["groups"]), "shared_requests": requests}
         for name, gauge in self._gauges.items():
             gauge.set(states[name])
-        for name in self._totals:
-            total = info["counters"][name]
-            if isinstance(total, Mapping):
-                for reason, count in total.items():
-                    self._count(name, count, reason=reason)
-            else:
-                self._count(name, total)
-
-    def _count(self, name: str, total: float, **reason: str) -> None:
-        """Bring a counter to a total, to which it grows by what is new."""
-        counter = self._totals[name].labels(**self._labels, **reason)
-        counter.inc(total - self._counted.get(counter, 0))
-        self._counted[counter] = total
+        for name, metric in self._totals.items():
+            found = info["counters"][name]
+            for reason, total in found.items() if isinstance(found, Mapping) else [(None, found)]:
+                counter = metric.labels(**self._labels, **({} if reason is None else {"reason": reason}))
+                counter.inc(total - self._counted.get(counter, 0))  # it grows by what is new
+                self._counted[counter] = total

@@ -135,12 +135,9 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
         parts.append(Text(f"{rank['tokens_without_memory']:,} tokens worth expanding found no memory", style="yellow"))
     if rank["pause"]:
         parts.append(Text(f"paused after a failure, for {rank['pause']:,} forward passes", style="yellow"))
-    reasons = counters["fallbacks"].items()
-    parts += [Text(f"fallback: {count:,} × {_printable(reason)}", style="yellow") for reason, count in reasons]
-    reasons = counters["not_mixed"].items()
-    parts += [
-        Text(f"prefill pass not mixed: {count:,} × {_printable(reason)}", style="dim") for reason, count in reasons
-    ]
+    for name, what, style in (("fallbacks", "fallback", "yellow"), ("not_mixed", "prefill pass not mixed", "dim")):
+        reasons = counters[name].items()
+        parts += [Text(f"{what}: {count:,} × {_printable(reason)}", style=style) for reason, count in reasons]
     parts += [_tree(segments), Text(_printable(rank["description"]), style="dim")]
     title = f"hybrid_mla, rank {rank['rank']}" if named else "hybrid_mla"
     return Panel(Group(*parts), title=title, title_align="left")

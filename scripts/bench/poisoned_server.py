@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from sglang_mla_ext.adapter.launch import (
-    launch_server,  # on a CPU puts stand-ins in place, before the first import of SGLang
-)
+from sglang_mla_ext import launch_server  # on a CPU puts stand-ins in place, before the first import of SGLang
 
 POISON = 0xFF
 """Bytes that are NaN in float32, bfloat16, float16 and e4m3."""

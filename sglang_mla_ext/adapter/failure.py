@@ -50,7 +50,7 @@ class OurPartFailedError(RuntimeError):
     """
 
     def __init__(self, what: Fallback, cause: BaseException) -> None:
-        super().__init__(f"hybrid_mla: {what.text}: {type(cause).__name__}: {cause}")
+        super().__init__(f"hybrid_mla: {what.value}: {type(cause).__name__}: {cause}")
         self.what = what
 
 
@@ -99,12 +99,7 @@ def guarded(what: Fallback, *, only_shows: bool = False, loses_memory: bool = Fa
 
 
 def around_pass(
-    session: Running,
-    original: Callable[..., Any],
-    runner: Any,
-    forward_batch: Any,
-    *args: Any,
-    **kwargs: Any,
+    session: Running, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """`EagerRunner.execute` or `PrefillCudaGraphRunner.execute`, and once more where our part fails."""
     try:

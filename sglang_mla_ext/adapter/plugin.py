@@ -19,8 +19,8 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.cpu import stubs
-from sglang_mla_ext.adapter.launch import dp_routing, features, limits, sharded_prefixes, status_routes
-from sglang_mla_ext.adapter.launch.resolved import resolved
+from sglang_mla_ext.adapter.launch import dp_routing, limits, sharded_prefixes, status_routes
+from sglang_mla_ext.adapter.launch.resolved import asked_for, resolved
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env, given
 
@@ -46,15 +46,9 @@ def register() -> None:
     HookRegistry.register(f"{SERVER_ARGS}.from_cli_args", _before_from_cli_args, HookType.BEFORE)
     HookRegistry.register(f"{SERVER_ARGS}.{installed.RESOLVED_BY}", _around_resolution, HookType.AROUND)
     if os.environ.get(stubs.INSTALLED_VARIABLE) == "1":
-        from sglang_mla_ext.adapter.cpu import dp_attention, drafts, extend, host_cache, linear_attention, missing_ops
+        from sglang_mla_ext.adapter.cpu import hooks as cpu_hooks
 
-        stubs.let_torch_native_run_mla()
-        missing_ops.install()
-        host_cache.install()
-        dp_attention.install()
-        linear_attention.install()
-        drafts.install()
-        extend.install()
+        cpu_hooks.install()
     if os.environ.get(ASKED_VARIABLE) == "1":
         from sglang_mla_ext.adapter.step import hooks
 
@@ -87,26 +81,22 @@ class _Refusals:
 def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
     if installed.is_resolved(server_args):
         return original(server_args, *args, **kwargs)
-    import torch
-
-    on_gpu = torch.cuda.is_available() and server_args.device in (None, "cuda")
     asked = limits.is_asked_for(server_args)
     if asked:
-        contract.check(features.asked_for(server_args, on_gpu))
+        contract.check(asked_for(server_args))
         options = HybridMLAOptions.from_env()
-        limits.set_defaults(server_args, on_gpu)
+        limits.set_defaults(server_args)
     original(server_args, *args, **kwargs)
     if asked:
-        contract.check(features.asked_for(resolved(server_args), on_gpu))  # SGLang may have asked for more
-        limits.set_draft_backend(server_args, on_gpu)
-        gpu = torch.cuda.get_device_properties(0) if on_gpu else None
-        server = Server.of(server_args, options, on_gpu, None if gpu is None else gpu.total_memory)
-        limits.check(server, None if gpu is None else (gpu.major, gpu.minor))
+        contract.check(asked_for(resolved(server_args)))  # SGLang may have asked for more
+        limits.set_draft_backend(server_args)
+        server = Server.of(server_args, options)
+        limits.check(server)
         for warning in limits.warnings(server):
             logger.warning("hybrid_mla: %s", warning)
-        if server.prefix_ranks > 1:
+        if server.ranks.sharding > 1:
             contract.check([Feature.SHARDED, Feature.MIXED])  # the latter asks ranks before each pass, too
-            if on_gpu:
+            if server.device.on_gpu:
                 sharded_prefixes.set_environment(os.environ)
         os.environ[ASKED_VARIABLE] = "1"
         status_routes.install()

@@ -142,7 +142,9 @@ def _leave_off(best: Choice, pays: dict[int, int | None], otherwise: bool) -> st
     rate = f"{best.outcome} the tokens per second of stock attention {_cases(best.asked)}"
     found = f"OFF{' without the changes below' * otherwise}: {rate}"
     if any(least is not None for least in pays.values()):
-        found += f"; break-even: {_pays_from(best.of, pays)}"
+        known = {prompt: least for prompt, least in pays.items() if least is not None}
+        least = (f"{least} requests{best.of.a_rank} at {prompt:,} tokens" for prompt, least in known.items())
+        found += f"; break-even: {', '.join(least)}"
         if _too_many(best.of, best.asked):
             most = most_that_share(best.of)
             limited = _outcome(best.of, replace(best.asked, most_running=most))
@@ -159,11 +161,6 @@ def _leave_off(best: Choice, pays: dict[int, int | None], otherwise: bool) -> st
 def _too_many(of: Deployment, asked: Asked) -> bool:
     """Whether some of the requests asked about are more than a step shares with."""
     return max(asked.requests) > most_that_share(of)
-
-
-def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
-    known = {prompt: least for prompt, least in pays.items() if least is not None}
-    return ", ".join(f"{least} requests{of.a_rank} at {prompt:,} tokens" for prompt, least in known.items())
 
 
 def _alternatives(best: Choice) -> Iterator[str]:

@@ -27,14 +27,10 @@ def is_linear(config: Mapping[str, Any]) -> bool:
     return bool(config.get("linear_attn_config"))
 
 
-def layers(config: Mapping[str, Any]) -> int:
-    """Layers with linear attention; they are numbered from 1."""
-    return _up_to_the_last(config, "kda_layers")
-
-
-def mla_layers(config: Mapping[str, Any]) -> int:
-    """Layers with MLA beside them."""
-    return _up_to_the_last(config, "full_attn_layers")
+def layers(config: Mapping[str, Any], kind: str = "kda_layers") -> int:
+    """Layers with linear attention, or those with MLA beside them (`full_attn_layers`); they are numbered from 1."""
+    last = int(config["num_hidden_layers"])
+    return sum(layer <= last for layer in config["linear_attn_config"][kind])
 
 
 def matrices(config: Mapping[str, Any]) -> list[tuple[str, int, bool]]:
@@ -71,8 +67,3 @@ def residual_elements(config: Mapping[str, Any]) -> float:
     blocks = int(config["num_hidden_layers"])
     kept = sum(layer // int(block) + 1 for layer in range(blocks)) / blocks
     return 2 * kept * int(config["hidden_size"])
-
-
-def _up_to_the_last(config: Mapping[str, Any], kind: str) -> int:
-    last = int(config["num_hidden_layers"])
-    return sum(layer <= last for layer in config["linear_attn_config"][kind])

@@ -47,7 +47,6 @@ def _threshold(axes: Any, of: Deployment, asked: Asked) -> None:
     axes.axhline(
         break_even.threshold_batch(of.cost), color="C2", linestyle="--", label="equation 1, rates of the kernels"
     )
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set(xlabel="tokens of the prompt", ylabel=f"requests{of.a_rank} that share it", title="Threshold")
     _finish(axes)
@@ -70,7 +69,6 @@ def _memory(axes: Any, of: Deployment, asked: Asked) -> None:
     ):
         axes.axhline(size / GIB, color=style[0], linestyle=style[1:], label=what)
     axes.set_title(f"Memory beside {divided.weights / GIB:.1f} GiB of weights")
-    axes.set_xscale("log", base=2)
     axes.set_ylim(0, 1.5 * max(divided.budget / GIB, 1))
     _finish(axes)
 
@@ -102,7 +100,6 @@ def _roofline(axes: Any, of: Deployment, asked: Asked) -> None:
         # What is bound by reading for each request lies on one spot, however many they are.
         for x, y, mine in {point[:2]: point for point in points}.values():
             axes.annotate(str(mine), (x, y), textcoords="offset points", xytext=(3, -10), fontsize="x-small")
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     title = f"Work over {prompt:,} tokens; numbers: requests{of.a_rank}"
     axes.set(xlabel="useful operations per byte that is read", ylabel="TFLOPS", title=title)
@@ -110,6 +107,7 @@ def _roofline(axes: Any, of: Deployment, asked: Asked) -> None:
 
 
 def _finish(axes: Any) -> None:
+    axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(axis="x", labelsize="x-small")
     axes.yaxis.set_major_formatter("{x:,.0f}")

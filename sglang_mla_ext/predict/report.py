@@ -107,8 +107,11 @@ def report(of: Deployment, asked: Asked) -> dict[str, Any]:
         CannotPlanError: the measured step is shorter than its attention, or is not that of one case; arrivals are asked
             of a measured step, or of a GPU without constants of a step.
     """
+    arrivals = None
     if asked.answer is not None:
         _check_arrivals(of, asked)
+        passes = [host_s * 1e3 for host_s in asked.hosts(of)]
+        arrivals = {"answer": asked.answer, "question": asked.question, "prefill_pass_ms": passes}
     divided = asked.memory(of)
     cases = [_case(of, asked, divided, prompt, requests) for prompt in asked.prompts for requests in asked.requests]
     return {
@@ -127,7 +130,7 @@ def report(of: Deployment, asked: Asked) -> dict[str, Any]:
         "query_tokens": of.query_tokens,
         "tail": asked.tail,
         "memory": None if divided is None else _memory(of, asked, divided),
-        "arrivals": None if asked.answer is None else _arrivals(of, asked),
+        "arrivals": arrivals,
         "threshold": thresholds(of, asked.prompts, divided),
         "cases": cases,
     }
@@ -283,11 +286,6 @@ def _check_arrivals(of: Deployment, asked: Asked) -> None:
         )
     if of.gpu.step is None:
         raise CannotPlanError(f"arrivals take whole steps, and {of.gpu.key} has no constants of one")
-
-
-def _arrivals(of: Deployment, asked: Asked) -> dict[str, Any]:
-    passes = [host_s * 1e3 for host_s in asked.hosts(of)]
-    return {"answer": asked.answer, "question": asked.question, "prefill_pass_ms": passes}
 
 
 def replaced(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> list[dict[str, Any]]:

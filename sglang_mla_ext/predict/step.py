@@ -15,7 +15,8 @@ and that requests end and begin (arrivals.py).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,7 +32,6 @@ from sglang_mla_ext.segment import Mode
 
 # Products run on tiles that fit the batch to about so many rows.
 ROW_STEP = 8
-# Exchanges of a layer where several GPUs share it: after attention and after the MLP.
 GPUS_OF_A_HOST = 8  # that store into each other's memory, where ranks hold prefixes together
 
 
@@ -143,28 +143,21 @@ class Deployment:
         )
 
     @cached_property
-    def _plans(self) -> dict[tuple[int, int, int], Plan]:
-        return {}
+    def plan(self) -> Callable[[int, int, int], Plan]:
+        """What a server does with a prompt: `sharing.plan` with this cost. Many steps of a few sizes are asked for."""
+        return functools.cache(functools.partial(plan, self.cost))
 
-    def plan(self, requests: int, prompt: int, chunks: int | None = None) -> Plan:
-        """What a server does with a prompt that so many requests of one rank share.
+    def cover(self, requests: int, prompt: int, chunks: int | None = None) -> Cover:
+        """How a server attends to a prompt that so many requests of one rank share.
 
         Args:
             chunks: of expanded tokens that its memory holds; by default as many as the prompt takes.
         """
-        chunks = -(-prompt // CHUNK_TOKENS) if chunks is None else chunks
-        key = requests, prompt, chunks
-        if key not in self._plans:  # many steps of a few sizes are asked for
-            self._plans[key] = plan(self.cost, requests, prompt, chunks)
-        return self._plans[key]
-
-    def cover(self, requests: int, prompt: int, chunks: int | None = None) -> Cover:
-        """How it attends to that prompt; see `plan`."""
-        return cover(self.plan(requests, prompt, chunks))
+        return cover(self.plan(requests, prompt, -(-prompt // CHUNK_TOKENS) if chunks is None else chunks))
 
     def kept_for_prefill(self, requests: int, prompt: int, chunks: int | None = None) -> int:
         """First tokens of a prompt that prefill finds expanded, while so many requests of all ranks share it: what
-        ranks hold together none of them prefills with. See `plan`."""
+        ranks hold together none of them prefills with. See `cover`."""
         return 0 if self.prefix_sharding else self.cover(self.per_rank(requests), prompt, chunks).naive
 
     def per_rank(self, requests: int) -> int:

@@ -42,9 +42,12 @@ def show(console: Console, of: Deployment, asked: Asked, found: dict[str, Any], 
         console.print("--details prints each mode's time, whole steps and memory; --json everything.", style="dim")
 
 
-def of_requests(of: Deployment) -> str:
-    """The column of `requests`."""
-    return "requests (a rank)" if of.dp > 1 else "requests"
+def make_table(of: Deployment, title: str | None, *columns: str) -> Table:
+    """A table of cases, with these columns behind `prefix` and `requests`."""
+    table = Table(title=title)
+    for column in ("prefix", "requests (a rank)" if of.dp > 1 else "requests", *columns):
+        table.add_column(column, justify="right")
+    return table
 
 
 def requests(of: Deployment, case: dict[str, Any]) -> str:
@@ -67,11 +70,9 @@ def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     stored = "FP8" if of.expanded_element_bytes == 1 else "BF16"
     together = f" ({of.cost.expanded_heads} of a prefix)" if of.prefix_sharding else ""
     heads = f"{asked.model}, {of.cost.local_heads} heads a GPU{together}, {asked.gpu}, {stored}{each}"
-    table = Table(title=f"{heads}: attention to the whole prefix in each mode, ms a layer, and the server's plan")
+    title = f"{heads}: attention to the whole prefix in each mode, ms a layer, and the server's plan"
     modes = allowed_modes(of)
-    names = (mode.value.replace("_", " ") for mode in modes)
-    for column in ("prefix", of_requests(of), *names, "plan", "saved"):
-        table.add_column(column, justify="right")
+    table = make_table(of, title, *(mode.value.replace("_", " ") for mode in modes), "plan", "saved")
     for index, case in enumerate(found["cases"]):
         if index and index % len(asked.requests) == 0:
             table.add_section()
@@ -82,9 +83,7 @@ def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
 
 def gains_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     """Tabulate tokens per second of all GPUs by case, with stock attention and shared."""
-    table = Table()
-    for column in ("prefix", of_requests(of), "plan", "stock tokens/s", "shared tokens/s", "ratio"):
-        table.add_column(column, justify="right")
+    table = make_table(of, None, "plan", "stock tokens/s", "shared tokens/s", "ratio")
     for case in found["cases"]:
         rates = (f"{case['tokens_per_s'][way]:,.0f}" for way in ("absorb", "chosen"))
         table.add_row(f"{case['prompt']:,}", requests(of, case), planned(case), *rates, ratio(case))
@@ -100,10 +99,8 @@ def steps_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     """The whole step of all GPUs, by stock absorb and as the server plans it."""
     source = "--step-ms" if asked.step_ms is not None else "the model's weights"
     title = f"Whole decode step, tails of {asked.tail:,} tokens: attention and the rest (by {source}), ms"
-    table = Table(title=title)
     columns = ("stock attention", "shared attention", "the rest", "stock tokens/s", "shared tokens/s", "ratio")
-    for column in ("prefix", of_requests(of), *columns):
-        table.add_column(column, justify="right")
+    table = make_table(of, title, *columns)
     for case in found["cases"]:
         attention, rate = case["attention_ms"], case["tokens_per_s"]
         times = (attention["absorb"], attention["chosen"], case["rest_ms"])
@@ -120,9 +117,8 @@ def steps_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
 def arrivals_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     """What requests that end and are replaced get: absorb and shared with prefill passes in turns, and mixed steps."""
     what = f"answers of {asked.answer:,} tokens, questions of {asked.question:,}"
-    table = Table(title=f"Requests replaced as they end, {what}: to the first token and between tokens, ms")
-    for column in ("prefix", of_requests(of), "host's pass", "steps", "tokens/s", "ratio", "first", "between", "p99"):
-        table.add_column(column, justify="right")
+    title = f"Requests replaced as they end, {what}: to the first token and between tokens, ms"
+    table = make_table(of, title, "host's pass", "steps", "tokens/s", "ratio", "first", "between", "p99")
     for case in found["cases"]:
         for arrivals in case["arrivals"]:
             for way, name in (("absorb", "absorb"), ("chosen", "shared"), ("mixed", "mixed")):
@@ -141,10 +137,8 @@ def memory_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     whole = found["memory"]
     what = f"weights {whole['weights_gib']:.1f} GiB, KV budget {whole['budget_gib']:.1f} GiB"
     held = f"{whole['taken_gib']:.1f} of it for prefixes and buffers, {whole['expanded_tokens']:,} expanded tokens"
-    table = Table(title=f"Memory of a GPU (--mem-fraction {whole['mem_fraction']:g}): {what}, {held}")
     columns = ("latent GiB", "expanded GiB", "that fit: tokens", "most requests, stock", "most, shared")
-    for column in ("prefix", of_requests(of), *columns):
-        table.add_column(column, justify="right")
+    table = make_table(of, f"Memory of a GPU (--mem-fraction {whole['mem_fraction']:g}): {what}, {held}", *columns)
     for case in found["cases"]:
         taken = case["memory"]
         most = (f"{taken['most_requests'][way]:,}" for way in ("absorb", "chosen"))

@@ -148,7 +148,7 @@ def products(config: Mapping[str, Any], dtype: str = "auto") -> tuple[Product, .
         UnknownModelError: a dimension is missing.
     """
     linear, of_experts = _element_bytes(config, dtype)
-    get = _getter(config)
+    get = functools.partial(_get, config)
     hidden, heads, rank = get("hidden_size"), get("num_attention_heads"), get("kv_lora_rank")
     nope, rope, v_dim = get("qk_nope_head_dim"), get("qk_rope_head_dim"), get("v_head_dim")
     if linear_layers.is_linear(config) and not config["linear_attn_config"].get("kda_layers"):
@@ -210,7 +210,7 @@ def attention_layers(config: Mapping[str, Any]) -> int:
     if "expert_ffn_hidden_size" in config:
         return 2 * int(config.get("num_layers") or config["num_hidden_layers"])
     if linear_layers.is_linear(config):
-        return linear_layers.mla_layers(config)
+        return linear_layers.layers(config, "full_attn_layers")
     return int(config["num_hidden_layers"])
 
 
@@ -231,7 +231,7 @@ def mlp_width(config: Mapping[str, Any]) -> int:
     if not (config.get("n_routed_experts") or config.get("num_experts")):
         return int(config.get("intermediate_size") or config["ffn_hidden_size"])
     width = config.get("moe_intermediate_size") or config["expert_ffn_hidden_size"]
-    return int(width * (_getter(config)(*CHOSEN) + _shared_experts(config)))
+    return int(width * (_get(config, *CHOSEN) + _shared_experts(config)))
 
 
 def _shared_experts(config: Mapping[str, Any]) -> int:
@@ -245,14 +245,11 @@ def _mlp(name: str, each: int, layers: int, element_bytes: float) -> list[Produc
     ]
 
 
-def _getter(config: Mapping[str, Any]) -> Any:
-    def get(*keys: str) -> int:
-        for key in keys:
-            if config.get(key) is not None:
-                return int(config[key])
-        raise UnknownModelError(f"not the whole configuration of an MLA model: it has no {' or '.join(keys)}")
-
-    return get
+def _get(config: Mapping[str, Any], *keys: str) -> int:
+    for key in keys:
+        if config.get(key) is not None:
+            return int(config[key])
+    raise UnknownModelError(f"not the whole configuration of an MLA model: it has no {' or '.join(keys)}")
 
 
 def _element_bytes(config: Mapping[str, Any], dtype: str) -> tuple[float, float]:

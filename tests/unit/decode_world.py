@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -101,6 +102,7 @@ class World:
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
         from sglang_mla_ext.adapter.build import assemble, model
+        from sglang_mla_ext.adapter.compat import installed
         from sglang_mla_ext.adapter.latent.pool import LatentPool
 
         self.generator = torch.Generator().manual_seed(0)
@@ -134,6 +136,7 @@ class World:
         )
         monkeypatch.setattr(model, "attention_layers", lambda runner: self.layers)
         monkeypatch.setattr(assemble, "all_ranks_agree", lambda: bool)
+        monkeypatch.setattr(installed, "prefill_graph_rows", lambda args: 0, raising=False)
         for name in ("run", "merge"):
             monkeypatch.setattr(TorchSharedAttention, name, opaque(getattr(TorchSharedAttention, name)))
         self._monkeypatch, self._build = monkeypatch, assemble
@@ -222,14 +225,11 @@ class World:
             affordable=lambda prefix_lens: 0,
             can_finish=lambda prefix_lens, covered: True,
         )
-        kinds: dict[bool, Callable[..., Any]] = {
-            False: lambda **common: module.FlashMLALatent(self.pool, self.req_to_token, kv_lora_rank=RANK, **common),
-            True: lambda **common: module.FP8Latent(self.pool, self.req_to_token, dtype=torch.float32, **common),
-        }
+        kind = module.FP8Latent if self.fp8 else module.FlashMLALatent
 
-        def stock_and_latent(runner: Any, layers: Any, may_group: bool, queries: int, counters: Any) -> tuple[Any, Any]:
-            common = dict(heads=HEADS, layer_id=LAYER_IDS[0], on_failure=counters.fall_back, query_tokens=queries)
-            self.latent = kinds[self.fp8](grouped=grouped, **common)
+        def stock_and_latent(runner: Any, layers: Any, sizes: Any, counters: Any) -> tuple[Any, Any]:
+            common = dict(layer_id=LAYER_IDS[0], on_failure=counters.fall_back)
+            self.latent = kind(self.pool, self.req_to_token, replace(sizes, grouped=grouped), **common)
             return stock, self.latent
 
         self._monkeypatch.setattr(self._build, "stock_and_latent", stock_and_latent)

@@ -57,7 +57,7 @@ def server_args(**given: Any) -> Arguments:
         enable_mixed_chunk=False,
         chunked_prefill_size=8192,
         max_prefill_tokens=16384,
-        device="cuda",
+        device="cpu",
         cuda_graph_config=SimpleNamespace(decode=decode, prefill=prefill),
         get_model_config=lambda: nothing_known,
         _model_config=nothing_known,  # where newer releases keep it

@@ -50,7 +50,9 @@ def main(rank: int, count: int, file: str) -> dict[str, Any]:
         else:
             one.member.agree = agree
         plan = one.step([len(one.running)] * count)
-        found["steps"].append(one.refused or [(each.start, each.end, each.rows) for each in plan.segments])
+        found["steps"].append(
+            one.refused.code if one.refused else [(each.start, each.end, each.rows) for each in plan.segments]
+        )
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found | {"failures": one.failures}

@@ -5,6 +5,7 @@ Each scenario runs in a process of its own, see test_hooks.py.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,9 @@ def scenario_graphs_and_buffers_have_room_for_what_is_mixed() -> None:
     from sglang_mla_ext.adapter.launch import mixed_steps
 
     mixed_steps._predicted = lambda args: 256
-    runner = SimpleNamespace(is_draft_worker=False, device="cuda", server_args=server.runner.server_args)
+    args = copy.copy(server.runner.server_args)
+    args.device = "cuda"
+    runner = SimpleNamespace(is_draft_worker=False, device="cuda", server_args=args)
     for given, sizes in (
         ({}, [1, 2, 12, 76, 140, 204, 268]),
         ({"mixed_tokens": 100}, [1, 2, 12, 76]),

@@ -73,7 +73,7 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
 
     class Kind:
         @staticmethod
-        def workspace_bytes_for(sizes: LatentSizes) -> int:
+        def workspace_bytes_for(sizes: LatentSizes, programs: int) -> int:
             found.append(sizes)
             return 12345
 

@@ -77,8 +77,10 @@ def install() -> list[str]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_mla_ext.adapter.build import start
+    from sglang_mla_ext.adapter.compat import installed
     from sglang_mla_ext.adapter.step import hooks
 
+    installed.prefill_graph_rows = lambda args: 0  # prefill has no graphs here
     register = HookRegistry.register
 
     def recorded(target: str, hook: Callable[..., Any], kind: Any) -> None:
@@ -122,7 +124,7 @@ def profile_bytes(available: int, **changes: Any) -> int:
         kv_cache_dtype=torch.float32,
         **of_ranks(1),
         mambaish_config=None,
-        server_args=server_args(),
+        server_args=server_args(device=changes.get("device", "cpu")),
     )
     for name, value in {**values, **changes}.items():
         if name in fields:

@@ -167,10 +167,13 @@ def scenario_speculation():
         "adaptive": {"speculative_algorithm": "EAGLE", "speculative_adaptive": True},
     }.items():
         args = resolved(server_args.ServerArgs(**COMMON, attention_backend="torch_native", **kwargs))
-        limits.set_draft_backend(args, on_gpu=True)
+        change(args, device="cuda")
+        limits.set_draft_backend(args)
         change(args, attention_backend="hybrid_mla")
+        checked = Server.of(args, HybridMLAOptions())
+        vars(checked.device).update(memory_bytes=None, capability=(9, 0))
         try:
-            limits.check(Server.of(args, HybridMLAOptions(), on_gpu=True), (9, 0))
+            limits.check(checked)
         except OptionError as error:
             found[name] = str(error)
         else:
@@ -235,7 +238,7 @@ def scenario_other_features_gone():
     runner = types.SimpleNamespace(is_draft_worker=False, dtype=torch.float32, kv_cache_dtype=torch.float32)
     refusals = {}
     for name, args in {"plain": {}, "host cache": {"enable_hierarchical_cache": True}}.items():
-        runner.server_args = types.SimpleNamespace(**args)
+        runner.server_args = types.SimpleNamespace(device="cpu", **args)
         try:
             start.create_backend(runner)
         except contract.ContractError as error:

@@ -23,6 +23,7 @@ from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 from sglang_mla_ext.prefix.sharded.reports import Reports
 from sglang_mla_ext.prefix.sharded.vote import Vote
 from sglang_mla_ext.prefix.sharing import Sharing
+from sglang_mla_ext.reasons import NotSharded
 from sglang_mla_ext.segment import Segment
 
 CHUNK = 4
@@ -85,7 +86,7 @@ class Rank:
     failures: list[str] = field(default_factory=list)
     memory: dict[int, bytes] = field(default_factory=dict)
     willing: bool = True
-    refused: str | None = None  # why the last step shared nothing
+    refused: NotSharded | None = None  # why the last step shared nothing
 
     def __post_init__(self) -> None:
         self.prefixes, self.reports, self.member = self.parts
@@ -115,7 +116,7 @@ class Rank:
         given = self.given if self.willing else None
         gather = self.meeting.gather(self.rank)
         decided = self.vote.hold(given, tokens, each or max(tokens), gather, self.fail)
-        plan, self.refused = (None, decided) if isinstance(decided, str) else (decided, None)
+        plan, self.refused = (None, decided) if isinstance(decided, NotSharded) else (decided, None)
         self.member.begin(plan)
         if plan is not None:
             self.member.expand()

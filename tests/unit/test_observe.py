@@ -104,9 +104,9 @@ def test_the_first_fall_back_of_each_reason_is_logged(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("reasons", [Fallback, NotMixed, NotSharded], ids=lambda reasons: reasons.__name__)
 def test_reasons_are_codes_and_the_docs_have_each(reasons: type[Reason]) -> None:
     symptoms = OPERATING.read_text(encoding="utf-8").split("## When something is wrong")[1]
-    assert len(reasons) > 4 and all(re.fullmatch("[a-z0-9]+(_[a-z0-9]+)*", reason.value) for reason in reasons)
-    assert all(reason.name == reason.value.upper() for reason in reasons)
-    assert not [reason.value for reason in reasons if f"`{reason.value}`" not in symptoms]
+    assert len(reasons) > 4 and all(re.fullmatch("[a-z0-9]+(_[a-z0-9]+)*", reason.code) for reason in reasons)
+    assert all(reason.name == reason.code.upper() for reason in reasons)
+    assert not [reason.code for reason in reasons if f"`{reason.code}`" not in symptoms]
 
 
 def test_report() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.build.attention import allocate_latent, cost_model, smallest_group, stock_and_latent
+from sglang_mla_ext.adapter.build.budget import latent_sizes
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.build.expanding import (
     Expanding,
@@ -62,14 +65,14 @@ def build(
     server, model, counters = context.server, context.model, context.counters
     warn_of_vain_options(server)
     cost = cost_model(context)
-    check_alike(rules(options, cost.rates, server.mixed_tokens))  # before ranks ask each other anything
+    check_alike(rules(options, cost.rates, server.mixing.tokens))  # before ranks ask each other anything
     by_stores = store_into_each_other(server)
     if by_stores:
         cost = replace(cost, rates=cost.rates.by_stores())
-    stock, latent = stock_and_latent(runner, model.layers, server.uses_grouped, server.query_tokens, counters)
+    stock, latent = stock_and_latent(runner, model.layers, latent_sizes(server, model, context.requests), counters)
     allocate_latent(context, stock, latent)
     transient = make_transient_expansion(context, cost.rates)
-    graph_rows = server.prefill_graph_rows
+    graph_rows = server.prefill.graph_rows
     prefill_graph = make_prefill_graph(runner, stock, model.layers, graph_rows, counters, context.memory)
     expanding = None
     if options.may_expand:
@@ -79,16 +82,16 @@ def build(
     if buffers is not None:
         log_memory_report(context, buffers)
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
-    prefixes, members = make_sharing(context, cost, pool, expanding, latent)
+    prefixes, make_sharded = make_sharing(context, cost, pool, expanding, latent)
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(model.layers)}
-    whole = None if members is not None else shared  # a rank has not all heads of what is sharded
+    whole = None if make_sharded is not None else shared  # a rank has not all heads of what is sharded
     prefill = make_prefill_sharing(context, cost, stock, whole, transient, prefill_graph, layer_index)
     smallest = smallest_group(context, cost, shared, latent)
     sharing = range(smallest, context.step_rows // server.query_tokens + 1) if smallest is not None else range(0)
     description = describe(context, buffers, latent, smallest, transient=transient is not None)
     steps = make_steps(context, prefixes, expanding, latent, prefill, description)
-    if members is not None:
-        steps.sharded = make_sharded_steps(context, prefixes, members, steps, sharing)
+    if make_sharded is not None:
+        steps.sharded = make_sharded(requests=sharing, can_share=steps.can_share, fail=steps.fail)
     backend = HybridMLABackend(
         stock,
         latent,
@@ -99,7 +102,7 @@ def build(
         requests=sharing,
         query_tokens=server.query_tokens,
         # Ranks with requests of their own have agreed on graphs before it is known what one of them shares.
-        leave_graph=never if server.dp_ranks > 1 else all_ranks_agree(),
+        leave_graph=(lambda answer: False) if server.ranks.dp > 1 else all_ranks_agree(),
         prefill_graph=prefill_graph,
     )
     take_over(model.layers)
@@ -113,21 +116,21 @@ def build(
 def warn_of_vain_options(server: Server) -> None:
     """Say which options have no effect on this server."""
     options = server.options
-    if options.mixed_tokens and not server.mixed_tokens:
-        reason = server.mixing_obstacle
+    if options.mixed_tokens and not server.mixing.tokens:
+        reason = server.mixing.obstacle
         logger.warning("hybrid_mla: --hybrid-mla-mixed-tokens has no effect here, because of %s", reason)
-    if options.transient_tokens and not server.owns_prefill:
+    if options.transient_tokens and not server.prefill.is_ours:
         logger.warning("hybrid_mla: --hybrid-mla-prefill-expand-tokens has no effect: prefill is not this backend's")
 
 
 def store_into_each_other(server: Server) -> bool:
     """Return whether ranks that shard prefixes exchange by stores in place of NCCL. With `auto` they
     try it, all at once."""
-    if server.prefix_ranks == 1 or not server.may_store:
+    if server.ranks.sharding == 1 or not server.ranks.may_store:
         return False
     if server.options.prefix_sharding != "auto":
         return True
-    return server.on_gpu and all_ranks_agree(tp_group())(reach_each_other(tp_group()))
+    return server.device.on_gpu and all_ranks_agree(tp_group())(reach_each_other(tp_group()))
 
 
 def expand_alike(context: Context, taken_bytes: int, cost: CostModel, by_stores: bool) -> Expanding | None:
@@ -140,24 +143,17 @@ def expand_alike(context: Context, taken_bytes: int, cost: CostModel, by_stores:
     return expanding
 
 
-class MembersParts(NamedTuple):
-    """Parts of a rank that takes part in steps over sharded prefixes."""
-
-    names: PromptNames
-    reports: ReportsOfRanks
-    slots: SlotsOfPass
-
-
 def make_sharing(
     context: Context, cost: CostModel, pool: ExpandedPool, expanding: Expanding | None, latent: LatentAttention
-) -> tuple[Sharing, MembersParts | None]:
-    """Make what plans shared prefixes: those of this rank's requests, or those that ranks shard."""
+) -> tuple[Sharing, Callable[..., ShardedSteps] | None]:
+    """Make what plans shared prefixes: those of this rank's requests, or those that ranks shard, and then a maker of
+    this rank's part in such steps. All ranks call this at the same time."""
     counters, expander = context.counters, None if expanding is None else expanding.expander
     requests = context.step_rows // context.server.query_tokens
     capacity = Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * cost.ranks * requests)
     sharded = cost.ranks > 1 and expander is not None
     planner = Planner(
-        context.options,
+        context.server.options,
         cost,
         capacity,
         CHUNK_TOKENS,
@@ -172,7 +168,18 @@ def make_sharing(
     reports = ReportsOfRanks(pool, names)
     slots = SlotsOfPass(reports, context.runner.req_to_token_pool.req_to_token)
     expander.attach(slots)
-    return Sharing(reports, pool, planner, expander, counters, shortest=1), MembersParts(names, reports, slots)
+    sharing = Sharing(reports, pool, planner, expander, counters, shortest=1)
+    make_sharded = partial(
+        ShardedSteps,
+        Member(sharing, reports, tp_group().rank_in_group),
+        names,
+        slots,
+        counters,
+        chunk_tokens=CHUNK_TOKENS,
+        gather=gather_over(tp_group()),
+        query_tokens=context.server.query_tokens,
+    )
+    return sharing, make_sharded
 
 
 def make_steps(
@@ -203,56 +210,25 @@ def make_steps(
         ),
         query_tokens=context.server.query_tokens,
     )
-    if context.options.verify_interval and shares:
+    if context.server.options.verify_interval and shares:
         steps.shadow = make_shadow(context, latent, prefixes, naive=expanding is not None)
     return steps
 
 
-def make_sharded_steps(
-    context: Context, prefixes: Sharing, parts: MembersParts, steps: Steps, sharing: range
-) -> ShardedSteps:
-    """Make this rank's part in steps over sharded prefixes; all ranks call this at the same time.
-
-    Args:
-        sharing: requests of a step that shares.
-    """
-    return ShardedSteps(
-        Member(prefixes, parts.reports, tp_group().rank_in_group),
-        parts.names,
-        parts.slots,
-        context.counters,
-        chunk_tokens=CHUNK_TOKENS,
-        gather=gather_over(tp_group()),
-        requests=sharing,
-        query_tokens=context.server.query_tokens,
-        can_share=steps.can_share,
-        fail=steps.fail,
-    )
-
-
 def make_rule(
-    context: Context,
-    cost: CostModel,
-    prefixes: Sharing,
-    latent: LatentAttention,
-    prefill: PrefillSharing | None,
+    context: Context, cost: CostModel, prefixes: Sharing, latent: LatentAttention, prefill: PrefillSharing | None
 ) -> MixedRule:
     """Make the rule of when new tokens are rows of the decode graph; never where the server mixes none."""
     server = context.server
     return MixedRule(
-        tokens=server.mixed_tokens,
+        tokens=server.mixing.tokens,
         most_rows=context.step_rows,
         prefixes=prefixes,
         cost=replace(cost, ranks=1, query_tokens=1),  # each rank has new rows of its own
         counters=context.counters,
         grouped=latent.grouped_page is not None,
         expands_once=prefill is not None and prefill.transient is not None,
-        graphs=prefill.costs if prefill is not None and server.on_gpu else None,
+        graphs=prefill.costs if prefill is not None and server.device.on_gpu else None,
         agree=all_ranks_agree(),
         query_tokens=server.query_tokens,
     )
-
-
-def never(answer: bool) -> bool:
-    """Answer for ranks that do not ask each other."""
-    return False

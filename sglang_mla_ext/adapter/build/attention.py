@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from sglang_mla_ext.adapter.build.budget import max_requests, max_tokens, needs_latent
+from sglang_mla_ext.adapter.build.budget import needs_latent
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.pool import latent_rows
-from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
+from sglang_mla_ext.adapter.launch.resolved import on_gpu
 from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
@@ -28,54 +27,42 @@ if TYPE_CHECKING:
 def cost_model(context: Context) -> CostModel:
     """Return the cost of each mode for this model on this device."""
     server, model = context.server, context.model
-    sizes = model.prefix_dtype(context.options).itemsize, model.latent_dtype.itemsize
-    return CostModel(model.dims, model.heads, server.rates, *sizes, server.query_tokens, server.prefix_ranks)
+    sizes = model.prefix_dtype(context.server.options).itemsize, model.latent_dtype.itemsize
+    return CostModel(model.dims, model.heads, server.device.rates, *sizes, server.query_tokens, server.ranks.sharding)
 
 
 def stock_and_latent(
-    runner: ModelRunner,
-    layers: Sequence[DeepseekV2AttentionMLA],
-    grouped: bool,
-    query_tokens: int,
-    counters: Counters,
+    runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], sizes: LatentSizes, counters: Counters
 ) -> tuple[Stock, LatentAttention]:
-    """SGLang's own backend and the attention in the latent space for this device and this pool.
-
-    Args:
-        grouped: whether to use grouped absorb where it runs.
-        query_tokens: of a request in a step.
-    """
+    """SGLang's own backend and the attention in the latent space for this device and this pool."""
     pool, req_to_token = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-    if torch.device(runner.device).type != "cuda":
+    if not on_gpu(runner.server_args):
         from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
         from sglang_mla_ext.adapter.stock.torch_native import TorchStock
 
-        return TorchStock(runner), TorchLatent(pool, req_to_token, grouped=grouped, query_tokens=query_tokens)
+        latent = TorchLatent(pool, req_to_token, grouped=sizes.grouped, query_tokens=sizes.query_tokens)
+        return TorchStock(runner), latent
     from sglang_mla_ext.adapter.stock.flashmla import FlashMLAStock
 
-    heads, layer_id = layers[0].num_local_heads, layers[0].attn_mqa.layer_id
-    common = dict(heads=heads, layer_id=layer_id, grouped=grouped, query_tokens=query_tokens)
+    common: dict[str, Any] = dict(layer_id=layers[0].attn_mqa.layer_id, on_failure=counters.fall_back)
     stock = FlashMLAStock(runner, layers, reads_pool=runner.kv_cache_dtype != FP8)
     if stock.decodes:
         from sglang_mla_ext.adapter.latent.flashmla import FlashMLALatent
 
-        rank = layers[0].kv_lora_rank
-        return stock, FlashMLALatent(pool, req_to_token, kv_lora_rank=rank, on_failure=counters.fall_back, **common)
+        return stock, FlashMLALatent(pool, req_to_token, sizes, **common)
     from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
 
     rows: Any = latent_rows(pool)  # in FP8, because the stock backend cannot decode over it
-    return stock, FP8Latent(rows, req_to_token, dtype=runner.dtype, on_failure=counters.fall_back, **common)
+    return stock, FP8Latent(rows, req_to_token, sizes, **common)
 
 
 def allocate_latent(context: Context, stock: Stock, latent: LatentAttention) -> None:
     """Allocate the buffers of attention in the latent space, where there are steps that are not the stock backend's."""
-    server, heads = context.server, context.model.heads
+    server, counters = context.server, context.counters
     if needs_latent(server, stock_decodes=stock.decodes):
-        most_tokens = max_tokens(context.model.context_len, server.query_tokens)
-        most_requests = max_requests(context.requests + server.mixed_tokens)
-        latent.allocate(context.step_rows, most_requests, most_tokens, context.memory)
-    if context.options.mode == "grouped_absorb" and latent.grouped_page is None and not context.counters.fallbacks:
-        context.counters.fall_back(Fallback.GROUPED_ABSORB_HEADS, heads=heads)
+        latent.allocate(context.memory)
+    if server.options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
+        counters.fall_back(Fallback.GROUPED_ABSORB_HEADS, heads=context.model.heads)
 
 
 def smallest_group(
@@ -86,7 +73,7 @@ def smallest_group(
     allowed = [mode for mode, way in ways.items() if way is not None]
     if not allowed:
         return None
-    if context.options.mode != "auto":
+    if context.server.options.mode != "auto":
         return -(-2 // cost.ranks)
     limit = context.step_requests * cost.ranks
     smallest = break_even.smallest_profitable_group(

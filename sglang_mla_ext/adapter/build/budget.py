@@ -55,7 +55,7 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     buffers = buffer_bytes(configurator, replace(options, prefill_expand_tokens=0))
     default = default_bytes(available, buffers, token, beside, always=options.mode == "naive")
     if not default:
-        could_shard = options.prefix_sharding == "off" and not server.sharding_obstacle
+        could_shard = options.prefix_sharding == "off" and not server.ranks.sharding_obstacle
         together = f"hold prefixes together ({sharded_prefixes.FLAG} auto), " if could_shard else ""
         logger.warning(
             "hybrid_mla: no prefix stays expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d "
@@ -74,27 +74,32 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
 
 def with_transient_expansion(available: int, server: Server, model: Model) -> Server:
     """The server with what `with_default` says of prefill."""
-    if not server.expands_transiently:
+    if not server.prefill.expands_transiently:
         return server
     options, tokens = server.options, transient_tokens(model.heads)
     taken = transient_bytes(server, model, tokens)
     named = None if options.prefix_memory_gb is None else int(options.prefix_memory_gb * GIB)
     expanding = default_transient_tokens(tokens, available, taken, named)
-    return server.with_options(replace(options, prefill_expand_tokens=expanding))
+    return Server.of(server.args, replace(options, prefill_expand_tokens=expanding))
 
 
 def token_bytes(server: Server, model: Model) -> int:
     """Of an expanded token on this rank, in all layers."""
+    sizes = expanded_sizes(server, model, model.heads // server.ranks.sharding)
+    return ExpandedBuffers.bytes_per_chunk(**sizes) // CHUNK_TOKENS
+
+
+def expanded_sizes(server: Server, model: Model, heads: int) -> dict[str, Any]:
+    """What memory for expanded prefixes of so many heads is made for."""
     first = model.first
-    chunk = ExpandedBuffers.bytes_per_chunk(
+    return dict(
         layers=len(model.layers),
-        heads=model.heads // server.prefix_ranks,
+        heads=heads,
         qk_nope_head_dim=first.qk_nope_head_dim,
         v_head_dim=first.v_head_dim,
         qk_rope_head_dim=first.qk_rope_head_dim,
         dtype=model.prefix_dtype(server.options),
     )
-    return chunk // CHUNK_TOKENS
 
 
 def reserve(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
@@ -142,48 +147,51 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     """The most that attention in the latent space allocates, and what prefill expands for itself: nothing may be known
     of the pool of requests, and any of the kernels may turn out not to run."""
     server, model = described(configurator, options)
-    taken = transient_bytes(server, model, options.transient_tokens) + prefill_graph_bytes(server, model)
-    if not server.on_gpu or not needs_latent(server, stock_decodes=not model.fp8):
+    taken = transient_bytes(server, model, options.transient_tokens)
+    if rows := server.prefill.graph_rows:
+        taken += PrefillGraph.workspace_bytes_for(rows, model.heads, model.first.v_head_dim, model.dtype)
+    if not server.device.on_gpu or not needs_latent(server, stock_decodes=not model.fp8):
         return taken
     any_tokens = 1 << 40  # the most requests there can be, however many tokens there is room for
-    requests, query_tokens = int(configurator.resolve_max_num_reqs(any_tokens)), server.query_tokens
-    sizes = LatentSizes(
+    sizes = latent_sizes(server, model, int(configurator.resolve_max_num_reqs(any_tokens)))
+    taken += latent_kind(model.fp8).workspace_bytes_for(sizes, multiprocessors(model.device))
+    if options.verify_interval:
+        taken += ShadowCheck.workspace_bytes_for(model.first, model.dtype, server.query_tokens)
+    return taken
+
+
+def latent_sizes(server: Server, model: Model, requests: int) -> LatentSizes:
+    """Return what attention in the latent space is made for.
+
+    Args:
+        requests: of SGLang's pool of requests.
+    """
+    return LatentSizes(
         heads=model.heads,
         kv_lora_rank=model.first.kv_lora_rank,
         qk_rope_head_dim=model.first.qk_rope_head_dim,
         dtype=model.dtype if model.fp8 else model.cache_dtype,
         grouped=server.uses_grouped,
         max_rows=step_rows(requests, server),
-        max_requests=max_requests(requests + server.mixed_tokens),
-        max_tokens=max_tokens(model.context_len, query_tokens),
-        programs=multiprocessors(model.device),
-        query_tokens=query_tokens,
+        max_requests=max_requests(requests + server.mixing.tokens),
+        # Drafts may lead beyond the longest context, also in the step after the one that ends it.
+        max_tokens=model.context_len + (2 * server.query_tokens if server.query_tokens > 1 else 0),
+        query_tokens=server.query_tokens,
     )
-    taken += latent_kind(model.fp8).workspace_bytes_for(sizes)
-    if options.verify_interval:
-        taken += ShadowCheck.workspace_bytes_for(model.first, model.dtype, query_tokens)
-    return taken
 
 
 def transient_bytes(server: Server, model: Model, tokens: int) -> int:
     """For as many tokens that prefill expands at a time for itself."""
     if not tokens:
         return 0
-    tiles, rows = naive_tiles(server.rates, model.dtype), call_rows(server, model)
+    tiles, rows = naive_tiles(server.device.rates, model.dtype), call_rows(server, model)
     of_model: dict[str, Any] = dict(dtype=model.dtype, device=model.device, fetches=model.fp8)
     return TransientExpansion.bytes_for(model.first, tokens, tiles=tiles, rows=rows, **of_model)
 
 
 def call_rows(server: Server, model: Model) -> int:
     """Return the rows of one call of naive attention in a prefill pass."""
-    return prefill_rows(model.heads, model.first.v_head_dim, server.prefill_tokens)
-
-
-def prefill_graph_bytes(server: Server, model: Model) -> int:
-    """Buffers for prefill graphs."""
-    if not (rows := server.prefill_graph_rows):
-        return 0
-    return PrefillGraph.workspace_bytes_for(rows, model.heads, model.first.v_head_dim, model.dtype)
+    return prefill_rows(model.heads, model.first.v_head_dim, server.prefill.tokens)
 
 
 def latent_kind(fp8: bool) -> type[LatentAttention]:
@@ -209,7 +217,7 @@ def needs_latent(server: Server, *, stock_decodes: bool) -> bool:
 
 def step_rows(requests: int, server: Server) -> int:
     """Return `max_rows` of a server whose pool has so many requests."""
-    return max_rows(requests, server.query_tokens, server.mixed_tokens, alone=server.dp_ranks > 1)
+    return max_rows(requests, server.query_tokens, server.mixing.tokens, alone=server.ranks.dp > 1)
 
 
 def max_rows(requests: int, query_tokens: int, mixed_tokens: int = 0, *, alone: bool = False) -> int:
@@ -223,11 +231,6 @@ def max_rows(requests: int, query_tokens: int, mixed_tokens: int = 0, *, alone: 
     """
     running, mixed = (min(count, MAX_ROWS // query_tokens) for count in (requests, mixed_tokens // query_tokens))
     return (max(running, mixed) if alone else running + mixed) * query_tokens
-
-
-def max_tokens(context_len: int, query_tokens: int) -> int:
-    """Tokens of a request: drafts may lead beyond the longest context, also in the step after the one that ends it."""
-    return context_len if query_tokens == 1 else context_len + 2 * query_tokens
 
 
 def max_requests(requests: int) -> int:

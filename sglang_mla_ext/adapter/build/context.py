@@ -37,14 +37,9 @@ class Context:
     @classmethod
     def of(cls, runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int, memory: Memory | None) -> Context:
         """Describe what is there, before anything is made."""
-        model = Model.of_runner(runner)
-        server = Server.of(runner.server_args, options, on_gpu=model.device.type == "cuda")
+        model = Model.of(runner, runner.dtype)
+        server = Server.of(runner.server_args, options)
         return cls(server, model, runner, Counters(), memory or Memory(), budget_bytes)
-
-    @property
-    def options(self) -> HybridMLAOptions:
-        """The server's, with defaults that follow the memory."""
-        return self.server.options
 
     @property
     def requests(self) -> int:

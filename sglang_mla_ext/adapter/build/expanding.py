@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_mla_ext.adapter.build.budget import call_rows, naive_tiles
+from sglang_mla_ext.adapter.build.budget import call_rows, expanded_sizes, naive_tiles
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.pool import latent_rows
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
@@ -56,7 +56,7 @@ def make_expanding(
         None where the budget holds no chunk, or a kernel does not run here; that is counted.
     """
     runner, model, counters, memory = context.runner, context.model, context.counters, context.memory
-    budget_bytes, prefix_dtype = context.budget_bytes, model.prefix_dtype(context.options)
+    budget_bytes, prefix_dtype = context.budget_bytes, model.prefix_dtype(context.server.options)
     dims, heads, device, ranks = cost.dims, cost.expanded_heads, runner.device, cost.ranks
     of_sharded: dict[str, Any] = dict(
         heads=cost.local_heads,
@@ -68,21 +68,14 @@ def make_expanding(
     )
     if ranks > 1:
         taken_bytes += ShardedAttention.workspace_bytes_for(**of_sharded)
-    sizes: dict[str, Any] = {
-        "layers": dims.num_layers,
-        "heads": heads,
-        "qk_nope_head_dim": dims.qk_nope_head_dim,
-        "v_head_dim": dims.v_head_dim,
-        "qk_rope_head_dim": dims.qk_rope_head_dim,
-        "dtype": prefix_dtype,
-    }
+    sizes = expanded_sizes(context.server, model, heads)
     chunk_bytes = ExpandedBuffers.bytes_per_chunk(**sizes)
     tiles = naive_tiles(cost.rates, prefix_dtype)
     taken_bytes += ExpandedBuffers.scale_bytes(layers=dims.num_layers, heads=heads)
     of_attention: dict[str, Any] = dict(
         max_rows=ranks * max_rows,
         heads=heads,
-        plan_rows=call_rows(context.server, model) if ranks == 1 and context.server.owns_prefill else 0,
+        plan_rows=call_rows(context.server, model) if ranks == 1 and context.server.prefill.is_ours else 0,
         device=device,
         tiles=tiles,
         segments_per_row=SEGMENTS_PER_ROW,
@@ -121,7 +114,7 @@ def taken_beside(
     """Bytes of the budget that are taken for our own buffers."""
     taken = prefill_graph.workspace_bytes if prefill_graph is not None else 0
     taken += latent.workspace_bytes + (transient.taken_bytes if transient is not None else 0)
-    if context.options.verify_interval:
+    if context.server.options.verify_interval:
         model, query_tokens = context.model, context.server.query_tokens
         taken += ShadowCheck.workspace_bytes_for(model.first, model.dtype, query_tokens)
     return taken

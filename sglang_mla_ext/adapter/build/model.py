@@ -43,16 +43,10 @@ class Model:
     config: ModelConfig
 
     @classmethod
-    def of_runner(cls, runner: ModelRunner) -> Model:
-        """Describe the model of a runner, whose pools need not be there."""
-        device = torch.device(runner.device)
-        return cls(attention_layers(runner), runner.dtype, runner.kv_cache_dtype, device, runner.model_config)
-
-    @classmethod
-    def of_configurator(cls, configurator: KVCacheConfigurator) -> Model:
-        """Describe the model as SGLang sizes its KV cache."""
-        of_cache = configurator.model_dtype, configurator.kv_cache_dtype, torch.device(configurator.device)
-        return cls(attention_layers(configurator), *of_cache, configurator.model_config)
+    def of(cls, source: ModelRunner | KVCacheConfigurator, dtype: torch.dtype) -> Model:
+        """Describe the model of a runner, or as SGLang sizes its KV cache; pools need not be there."""
+        device = torch.device(source.device)
+        return cls(attention_layers(source), dtype, source.kv_cache_dtype, device, source.model_config)
 
     @property
     def first(self) -> DeepseekV2AttentionMLA:
@@ -100,5 +94,4 @@ class Model:
 
 def described(source: KVCacheConfigurator, options: HybridMLAOptions) -> tuple[Server, Model]:
     """Describe the server and its model as SGLang sizes its KV cache."""
-    model = Model.of_configurator(source)
-    return Server.of(source.server_args, options, on_gpu=model.device.type == "cuda"), model
+    return Server.of(source.server_args, options), Model.of(source, source.model_dtype)

@@ -24,8 +24,8 @@ from sglang_mla_ext.reasons import Fallback
 def make_transient_expansion(context: Context, rates: GpuRates) -> TransientExpansion | None:
     """Make transient expansion for prefill, so many tokens at a time; None where it is not asked for, or where a kernel
     does not run here, which is counted."""
-    runner, model, tokens = context.runner, context.model, context.options.transient_tokens
-    if not tokens or not context.server.owns_prefill:
+    runner, model, tokens = context.runner, context.model, context.server.options.transient_tokens
+    if not tokens or not context.server.prefill.is_ours:
         return None
     table = runner.req_to_token_pool.req_to_token
     try:
@@ -57,8 +57,8 @@ def make_prefill_sharing(
     Args:
         shared: None, too, where this rank has not all heads of what is expanded.
     """
-    on_gpu = context.server.on_gpu
-    if not context.server.owns_prefill or (shared is None and transient is None):
+    on_gpu = context.server.device.on_gpu
+    if not context.server.prefill.is_ours or (shared is None and transient is None):
         return None
     make_plan = functools.partial(
         PrefillPlan.make,
@@ -68,8 +68,6 @@ def make_prefill_sharing(
         counters=context.counters,
         wait=functools.partial(wait_for_layer, context.runner.token_to_kv_pool),
     )
-    always = context.options.mode == "naive"
-    absorbs = prefill_graph is not None and not on_gpu
     costs = None
     if prefill_graph is not None:
         costs = PassCosts(
@@ -77,12 +75,5 @@ def make_prefill_sharing(
             graph_layer_s=context.server.graph_layer_s,
             fetches=on_gpu and context.model.fp8,
         )
-    return PrefillSharing(
-        make_plan,
-        stock.affordable,
-        stock.can_finish,
-        transient,
-        always,
-        absorbs,
-        costs,
-    )
+    always, absorbs = context.server.options.mode == "naive", prefill_graph is not None and not on_gpu
+    return PrefillSharing(make_plan, stock.affordable, stock.can_finish, transient, always, absorbs, costs)

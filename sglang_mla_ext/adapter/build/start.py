@@ -14,7 +14,8 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.build import budget
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.adapter.launch import features, limits, mixed_steps, models
+from sglang_mla_ext.adapter.launch import limits, mixed_steps, models
+from sglang_mla_ext.adapter.launch.resolved import asked_for
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.session import Session, process
@@ -57,16 +58,14 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     import torch
 
     assert_installed()
-    on_gpu = torch.cuda.is_available()
     fp8 = runner.kv_cache_dtype == torch.float8_e4m3fn  # the checkpoint may ask for it
     if runner.is_draft_worker:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-        return ATTENTION_BACKENDS[limits.draft_backend(runner.use_mla_backend, on_gpu, fp8)](runner)
-    limits.check_dtype(runner.dtype)
-    assert_installed(features.asked_for(runner.server_args, on_gpu) | ({Feature.FP8} if fp8 else set()))
-    if fp8:
-        limits.check_fp8_cache(runner.server_args, on_gpu=on_gpu)
+        name = limits.draft_backend(runner.server_args, mla=runner.use_mla_backend, fp8=fp8)
+        return ATTENTION_BACKENDS[name](runner)
+    assert_installed(asked_for(runner.server_args) | ({Feature.FP8} if fp8 else set()))
+    limits.check_dtypes(runner.server_args, runner.dtype, fp8_cache=fp8)
     if process.options is None or process.budget_bytes is None:
         raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -127,7 +126,7 @@ def after_graph_sizes(
     """SGLang captures no decode graph of more rows than it has places for requests."""
     if runner.is_draft_worker:
         return None
-    server = Server.of(runner.server_args, HybridMLAOptions.from_env(), on_gpu=runner.device == "cuda")
+    server = Server.of(runner.server_args, HybridMLAOptions.from_env())
     most = budget.step_rows(sizes[0][-1], server) // server.query_tokens
     return mixed_steps.graph_sizes(sizes[0], most, server.query_tokens), sizes[1]
 

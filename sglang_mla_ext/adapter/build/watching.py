@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-from sglang_mla_ext.adapter.launch import prefix_memory_report
-from sglang_mla_ext.adapter.launch.prefix_memory_report import PrefixMemoryReport
+from sglang_mla_ext.adapter.launch.prefix_memory_report import PROMPT_TOKENS, PrefixMemoryReport
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.reasons import Fallback
+
+logger = logging.getLogger(__name__)
 
 
 def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *, naive: bool) -> ShadowCheck | None:
@@ -22,7 +25,7 @@ def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *,
     Returns:
         None where it does not run here; that is counted.
     """
-    model, options, counters = context.model, context.options, context.counters
+    model, options, counters = context.model, context.server.options, context.counters
     if not ShadowCheck.can_check(model.first, model.dtype):
         counters.fall_back(Fallback.SHADOW_CHECK_WEIGHTS)
         return None
@@ -50,22 +53,17 @@ def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *,
 def log_memory_report(context: Context, buffers: ExpandedBuffers) -> None:
     """Log how much of a long prompt these buffers hold, where each rank has requests of its own."""
     server, layers = context.server, len(context.model.layers)
-    if server.dp_ranks == 1:
+    if server.ranks.dp == 1:
         return
-    token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), context.options.dp_routing == "prefix"
+    token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), server.options.dp_routing == "prefix"
     sizes = buffers.bytes, token_bytes, buffers.heads, layers, buffers.dtype.itemsize
-    prefix_memory_report.log(
-        PrefixMemoryReport(*sizes, routes, server.prefix_ranks, may_shard=server.sharding_obstacle is None)
-    )
+    may_shard = server.ranks.sharding_obstacle is None
+    found = PrefixMemoryReport(*sizes, routes, server.ranks.sharding, may_shard)
+    logger.log(logging.INFO if found.tokens == PROMPT_TOKENS else logging.WARNING, "hybrid_mla: %s", found)
 
 
 def describe(
-    context: Context,
-    buffers: ExpandedBuffers | None,
-    latent: LatentAttention,
-    smallest: int | None,
-    *,
-    transient: bool,
+    context: Context, buffers: ExpandedBuffers | None, latent: LatentAttention, smallest: int | None, *, transient: bool
 ) -> str:
     """One line for the log.
 
@@ -73,7 +71,7 @@ def describe(
         smallest: requests from which a group can pay.
         transient: whether prefill passes expand for themselves.
     """
-    options = context.options
+    options = context.server.options
     passes = f"; prefill expands {options.transient_tokens} tokens at a time for itself" if transient else ""
     groups = f"groups of {smallest} requests and more" if smallest else "no group that pays"
     if buffers is None and latent.grouped_page is None:

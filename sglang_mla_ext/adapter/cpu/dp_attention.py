@@ -11,25 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-
-
-def install() -> None:
-    """Register the hooks; SGLang applies them before it builds anything."""
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
-    around = {
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch": around_sync,
-        "sglang.srt.layers.dp_attention.memcpy_triton": around_copy,
-        f"{group}.all_gather_into_tensor": around_all_gather,
-        f"{group}.reduce_scatter_tensor": around_reduce_scatter,
-    }
-    for target, hook in around.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
-    # Newer releases ask by the second name where there is no GPU; of SGLang's backends Intel's alone has it.
-    AttentionBackend.get_cuda_graph_seq_len_fill_value = padding
-    AttentionBackend.get_cpu_graph_seq_len_fill_value = padding
+from torch import Tensor
 
 
 def padding(backend: object) -> int:
@@ -40,7 +22,7 @@ def padding(backend: object) -> int:
 def around_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """The sizes of all ranks' batches, in memory that is not pinned."""
 
-    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         return of_torch(*args, **kwargs)
 
     of_torch = torch.tensor
@@ -50,11 +32,11 @@ def around_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 def around_copy(
     original: Callable[..., Any],
-    target: torch.Tensor,
-    source: torch.Tensor,
+    target: Tensor,
+    source: Tensor,
     dim: int,
-    offset: torch.Tensor,
-    count: torch.Tensor,
+    offset: Tensor,
+    count: Tensor,
     of_source: bool,
 ) -> None:
     """A rank's tokens to their place among all ranks', and back.
@@ -70,11 +52,10 @@ def around_copy(
         target[begin : begin + tokens] = source[:tokens]
 
 
-def around_all_gather(original: Callable[..., Any], group: Any, output: torch.Tensor, input: torch.Tensor) -> None:
-    """What SGLang's operator calls."""
-    group._all_gather_into_tensor(output, input)
+def without_operator(method: str) -> Callable[..., None]:
+    """Return a hook around a call of SGLang's operator, which calls this method of the group."""
 
+    def around(original: Callable[..., Any], group: Any, output: Tensor, input: Tensor) -> None:
+        getattr(group, method)(output, input)
 
-def around_reduce_scatter(original: Callable[..., Any], group: Any, output: torch.Tensor, input: torch.Tensor) -> None:
-    """What SGLang's operator calls."""
-    group._reduce_scatter_tensor(output, input)
+    return around

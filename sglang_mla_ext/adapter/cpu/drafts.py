@@ -5,11 +5,11 @@ Intel CPU with AMX; it has none for `torch_native`."""
 from __future__ import annotations
 
 import copy
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -18,52 +18,44 @@ NAME = "torch_native"
 """Of the draft model's backend."""
 
 
-def install() -> None:
-    """Register the hooks; SGLang applies them before it builds anything."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
+) -> None:
+    """Write each request's new slots into its row of the request table.
 
-    factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
-    HookRegistry.register(f"{factory}._create_backend", around_create_backend, HookType.AROUND)
-    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-    HookRegistry.register(f"{backend}.forward_extend", around_extend, HookType.AROUND)
-    shared = "sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.set_embed_and_head"
-    HookRegistry.register(shared, around_set_embed_and_head, HookType.AROUND)
-
-
-def give(module: types.ModuleType) -> None:
-    """Give a stand-in of `sgl_kernel` what speculative decoding calls."""
-    for function in (
-        assign_extend_cache_locs_cpu,
-        assign_draft_cache_locs_contiguous_cpu,
-        build_tree_kernel_efficient_cpu,
-        verify_tree_greedy_cpu,
-        fill_bonus_tokens_cpu,
-        fill_accept_out_cache_loc_cpu,
-    ):
-        setattr(module, function.__name__, function)
+    Args:
+        req_pool_indices: `[requests]` rows of the table.
+        req_to_token: `[rows, pool_len]` int32, written.
+        start_offset, end_offset: `[requests]` the token positions to write, `[start, end)`.
+        out_cache_loc: `[sum(end - start)]` the slots, one request after the other.
+        pool_len: the table's row length (unused: the table knows it).
+    """
+    for in_table, slots in by_request(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc):
+        in_table.copy_(slots)
 
 
 def assign_extend_cache_locs_cpu(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
     """Read the slots of each request's tokens `[start, end)`; arguments are those of
-    stubs.assign_req_to_token_pool_cpu, of which `out_cache_loc` is written."""
+    assign_req_to_token_pool_cpu, of which `out_cache_loc` is written."""
     for in_table, slots in by_request(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc):
         slots.copy_(in_table)
 
 
 def by_request(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    slots: torch.Tensor,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, end_offset: Tensor, slots: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Each request's tokens `[start, end)` in the request table, and its part of `slots`: two views of one length."""
     taken = 0
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
@@ -72,10 +64,10 @@ def by_request(
 
 
 def assign_draft_cache_locs_contiguous_cpu(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
     pool_len: int,
     topk: int,
     num_steps: int,
@@ -86,14 +78,14 @@ def assign_draft_cache_locs_contiguous_cpu(
 
 
 def build_tree_kernel_efficient_cpu(
-    parent_list: torch.Tensor,
-    top_scores_index: torch.Tensor,
-    seq_lens: torch.Tensor,
-    tree_mask: torch.Tensor,
-    positions: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
     topk: int,
     spec_steps: int,
     num_verify_tokens: int,
@@ -118,14 +110,14 @@ def build_tree_kernel_efficient_cpu(
 
 
 def verify_tree_greedy_cpu(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    candidates: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    target_predict: torch.Tensor,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
 ) -> None:
     """Accept drafts of each chain as far as they are the tokens that the model would have yielded.
 
@@ -142,9 +134,7 @@ def verify_tree_greedy_cpu(
         predicts[rows] = target_predict.view(-1)[rows].to(predicts.dtype)
 
 
-def fill_bonus_tokens_cpu(
-    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, accept_stride: int
-) -> None:
+def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int) -> None:
     """The last accepted token of each request.
 
     Args:
@@ -155,12 +145,22 @@ def fill_bonus_tokens_cpu(
     bonus_tokens.copy_(accept_tokens.view(-1)[last])
 
 
-def fill_accept_out_cache_loc_cpu(
-    accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor
-) -> None:
+def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor) -> None:
     """Slots of accepted rows, one behind the other: `accept_index` is -1 where there is none."""
     rows = accept_index[accept_index >= 0].long()
     accept_out_cache_loc[: len(rows)] = out_cache_loc[rows]
+
+
+KERNELS: Sequence[Callable[..., None]] = (
+    assign_req_to_token_pool_cpu,
+    assign_extend_cache_locs_cpu,
+    assign_draft_cache_locs_contiguous_cpu,
+    build_tree_kernel_efficient_cpu,
+    verify_tree_greedy_cpu,
+    fill_bonus_tokens_cpu,
+    fill_accept_out_cache_loc_cpu,
+)
+"""What a stand-in of `sgl_kernel` has of its functions."""
 
 
 def around_set_embed_and_head(original: Callable[..., Any], model: Any, embed: Any, head: Any) -> None:
@@ -171,14 +171,14 @@ def around_set_embed_and_head(original: Callable[..., Any], model: Any, embed: A
 def around_extend(
     original: Callable[..., Any],
     backend: Any,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     layer: Any,
     forward_batch: ForwardBatch,
     *args: Any,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Verify steps as prefill of the drafts, which SGLang's lengths do not count. With DP attention the draft model's
     batch is padded to that of the rank with the most requests, by such whose lengths do not agree."""
     if forward_batch.forward_mode.is_target_verify():
@@ -196,7 +196,7 @@ def around_extend(
         forward_batch = copy.copy(forward_batch)
         for name in ("extend_prefix_lens", "extend_seq_lens", "seq_lens", "req_pool_indices"):
             setattr(forward_batch, name, getattr(forward_batch, name)[:requests])
-    out: torch.Tensor = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+    out: Tensor = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
     if padded:
         out[int(forward_batch.extend_seq_lens.sum()) :] = 0
     return out

@@ -17,14 +17,6 @@ ROWS = 128
 """Rows that attend at a time: to the keys that the last of them sees, so about half of a long prompt is left out."""
 
 
-def install() -> None:
-    """Register the hook; SGLang applies it before it builds anything."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-    HookRegistry.register(f"{backend}._run_sdpa_forward_extend", around_extend, HookType.AROUND)
-
-
 def around_extend(
     original: Callable[..., Tensor],
     backend: Any,

@@ -40,17 +40,12 @@ def hopper() -> Iterator[None]:
         "mem_get_info": lambda *args: (MEMORY, MEMORY),
     }
     with ExitStack() as stack:
-        stack.callback(_forget)
+        stack.callback(forget_cached, "sglang.srt.utils")  # what SGLang asked about the device it asks again
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or "12.9"))
         stack.enter_context(patch.object(*installed.infiniband_check(), lambda *given: given[-1]))
-        _forget()
+        forget_cached("sglang.srt.utils")
         yield
-
-
-def _forget() -> None:
-    """Let SGLang ask again what it asked about the device."""
-    forget_cached("sglang.srt.utils")
 
 
 def forget_cached(modules: str) -> None:

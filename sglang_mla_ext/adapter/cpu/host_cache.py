@@ -8,16 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-
-def install() -> None:
-    """Register the hooks; SGLang applies them before it builds anything."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    # A function that hooks.py leaves alone: SGLang applies hooks to a function once, and these come first.
-    host_pool = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
-    HookRegistry.register(host_pool, before_host_pool, HookType.BEFORE)
-    HookRegistry.register(host_pool, after_host_pool, HookType.AFTER)
+from torch import Tensor
 
 
 def before_host_pool(*args: Any, **kwargs: Any) -> None:
@@ -38,16 +29,12 @@ def after_host_pool(result: None, host_pool: Any, *args: Any, **kwargs: Any) -> 
     host_pool.pin_memory = False
 
 
-def _allocate(dims: Sequence[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _allocate(dims: Sequence[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty(*dims, dtype=dtype)
 
 
 def copy_rows(
-    src_layers: Sequence[torch.Tensor],
-    dst_layers: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    page_size: int,
+    src_layers: Sequence[Tensor], dst_layers: Sequence[Tensor], src_indices: Tensor, dst_indices: Tensor, page_size: int
 ) -> None:
     """Copy rows between pools whose layers are tensors of their own, `[rows, ..]` each."""
     for source, target in zip(src_layers, dst_layers, strict=True):
@@ -55,11 +42,7 @@ def copy_rows(
 
 
 def copy_to_pages(
-    src_ptrs: Sequence[torch.Tensor],
-    dst_ptrs: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    page_size: int,
+    src_ptrs: Sequence[Tensor], dst_ptrs: Sequence[Tensor], src_indices: Tensor, dst_indices: Tensor, page_size: int
 ) -> None:
     """Copy rows to a pool of pages with all layers.
 
@@ -72,10 +55,10 @@ def copy_to_pages(
 
 
 def copy_from_pages(
-    src_ptrs: Sequence[torch.Tensor],
-    dst_ptrs: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
+    src_ptrs: Sequence[Tensor],
+    dst_ptrs: Sequence[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
     layer_id: int,
     page_size: int,
 ) -> None:

@@ -44,10 +44,10 @@ class TorchLatent:
         self._sharing, self._uncounted = False, 0
 
     @staticmethod
-    def workspace_bytes_for(sizes: LatentSizes) -> int:
+    def workspace_bytes_for(sizes: LatentSizes, programs: int) -> int:
         return 0
 
-    def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
+    def allocate(self, memory: Memory | None = None) -> None:
         """Nothing."""
 
     def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
@@ -57,12 +57,7 @@ class TorchLatent:
         self._batch, self._sharing, self._uncounted = batch, sharing, uncounted
 
     def run(
-        self,
-        layer_id: int,
-        q_absorbed: Tensor,
-        q_rope: Tensor,
-        softmax_scale: float,
-        watched: Watched | None = None,
+        self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float, watched: Watched | None = None
     ) -> tuple[Tensor, Tensor]:
         starts = [0] * (len(q_absorbed) // self._query_tokens)
         if self._sharing:

@@ -8,7 +8,6 @@ for each head, token by token, with keys and queries of length 1; g and beta are
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,20 +24,6 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 64
 """SGLang keeps states of the tokens before these multiples for its radix tree."""
-
-
-def install() -> None:
-    """Register the hooks, where such models can be served; SGLang applies them before it builds anything."""
-    if installed.tree_of_linear_layers() is not None:
-        return
-    # SGLang copies inputs there in torch, which does not convert them: a server on the CPU has them in float32.
-    os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    load = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
-    HookRegistry.register(load, before_load, HookType.BEFORE)
-    keeps = "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer"
-    HookRegistry.register(keeps, around_keeps_states, HookType.AROUND)
 
 
 def around_keeps_states(original: Callable[[], bool]) -> bool:
@@ -68,7 +53,7 @@ def before_load(runner: ModelRunner, *args: Any) -> None:
     attn_residual._mix_fused = attn_residual.aggregate_stream_torch
     torch.cuda.Stream = _NoStream  # type: ignore[assignment, misc]
     # SGLang pins which states it keeps, without asking.
-    torch.Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign]
+    Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign]
 
 
 class _NoStream:
@@ -226,13 +211,7 @@ def convolve(
 
 
 def update_convolution(
-    x: Tensor,
-    conv_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    conv_state_indices: Tensor,
-    **others: Any,
+    x: Tensor, conv_states: Tensor, weight: Tensor, bias: Tensor | None, *, conv_state_indices: Tensor, **others: Any
 ) -> Tensor:
     """The same in a decode step: `[requests, dim]` of `x [requests, dim]`."""
     slots = conv_state_indices.long().clamp(min=0)  # padding has none, and nobody reads its result

@@ -10,32 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from sglang_mla_ext.adapter.compat import installed
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-
-
-def install() -> None:
-    """Register the hooks; SGLang applies them before it builds anything."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    grammar = "sglang.srt.constrained.xgrammar_backend"
-    prefill = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
-    around = {
-        "sglang.srt.runtime_context.get_stream": around_get_stream,
-        "sglang.kernels.ops.moe.ep_moe_kernels.zero_experts_compute_triton": around_zero_experts,
-        f"{grammar}._allocate_token_bitmask": around_allocate_bitmask,
-        f"{grammar}.XGrammarGrammar.apply_vocab_mask": around_apply_mask,
-        f"{prefill}.maybe_send_cached_prefix_chunk": around_early_send,
-        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure": around_configure,
-    }
-    for target, hook in around.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
-    HookRegistry.register("sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__", before_nixl, HookType.BEFORE)
 
 
 def around_get_stream(original: Callable[..., Any], name: str) -> None:
@@ -44,12 +27,12 @@ def around_get_stream(original: Callable[..., Any], name: str) -> None:
 
 def around_zero_experts(
     original: Callable[..., Any],
-    expert_indices: torch.Tensor,
-    expert_scales: torch.Tensor,
+    expert_indices: Tensor,
+    expert_scales: Tensor,
     num_experts: int,
     zero_expert_type: str,
-    hidden_states: torch.Tensor,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+) -> Tensor:
     """The part of experts whose result is their input, and none of theirs in the others' lists.
 
     Args:
@@ -73,16 +56,14 @@ def around_zero_experts(
     return (hidden_states * scales).to(hidden_states.dtype)
 
 
-def around_allocate_bitmask(original: Callable[..., Any], vocab_size: int, batch_size: int) -> torch.Tensor:
+def around_allocate_bitmask(original: Callable[..., Any], vocab_size: int, batch_size: int) -> Tensor:
     """A bit for each token of the vocabulary, `[batch_size, words]`, all of them set, in memory that is not pinned."""
     from xgrammar import bitmask_dtype, get_bitmask_shape
 
     return torch.full(get_bitmask_shape(batch_size, vocab_size), -1, dtype=bitmask_dtype)
 
 
-def around_apply_mask(
-    original: Callable[..., Any], grammar: Any, logits: torch.Tensor, vocab_mask: torch.Tensor
-) -> None:
+def around_apply_mask(original: Callable[..., Any], grammar: Any, logits: Tensor, vocab_mask: Tensor) -> None:
     """Set the logits `[batch_size, vocabulary]` of tokens whose bit is not set to minus infinity."""
     from xgrammar import apply_token_bitmask_inplace
 
@@ -121,11 +102,8 @@ def around_configure(original: Callable[..., Any], configurator: KVCacheConfigur
     platform = getattr(kv_cache_configurator, "current_platform", None)
     if platform is None or not is_built_for(configurator):
         return original(configurator, **given)
-    kv_cache_configurator.current_platform = _NoCPU(platform)
-    try:
+    with patch.object(kv_cache_configurator, "current_platform", _NoCPU(platform)):
         return original(configurator, **given)
-    finally:
-        kv_cache_configurator.current_platform = platform
 
 
 class _NoCPU:

@@ -2,8 +2,8 @@
 
 They must be in place before the first `import sglang`, in the launcher and in every process that it spawns.
 `torchvision`: its C library does not load beside a CPU torch, so two operator schemas that its Python code
-refers to are declared. `sgl_kernel`: one function is what a plain CPU run calls, some are for drafts (drafts.py); any
-other raises when called.
+refers to are declared. `sgl_kernel`: drafts.py has what a CPU run calls, with drafts or without; any other function
+raises when called.
 """
 
 from __future__ import annotations
@@ -34,17 +34,9 @@ def install() -> None:
     os.environ[INSTALLED_VARIABLE] = "1"
     declare_torchvision_operators()
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
-        sys.modules["sgl_kernel"] = _sgl_kernel()
-
-
-def let_torch_native_run_mla() -> None:
-    """Let SGLang's `torch_native` backend serve MLA models: it has no other forward method than absorb for them.
-
-    For a backend that it has no rule for, SGLang takes the Triton backend's, which needs keys per head in prefill.
-    """
-    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
-
-    AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
+        module = sys.modules["sgl_kernel"] = absent_module("sgl_kernel")
+        for function in drafts.KERNELS:
+            setattr(module, function.__name__, function)
 
 
 def declare_torchvision_operators() -> None:
@@ -59,35 +51,6 @@ def declare_torchvision_operators() -> None:
 
 
 _library: torch.library.Library | None = None
-
-
-def assign_req_to_token_pool_cpu(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    pool_len: int,
-) -> None:
-    """Write each request's new slots into its row of the request table.
-
-    Args:
-        req_pool_indices: `[requests]` rows of the table.
-        req_to_token: `[rows, pool_len]` int32, written.
-        start_offset, end_offset: `[requests]` the token positions to write, `[start, end)`.
-        out_cache_loc: `[sum(end - start)]` the slots, one request after the other.
-        pool_len: the table's row length (unused: the table knows it).
-    """
-    parts = drafts.by_request(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc)
-    for in_table, slots in parts:
-        in_table.copy_(slots)
-
-
-def _sgl_kernel() -> types.ModuleType:
-    module = absent_module("sgl_kernel")
-    module.assign_req_to_token_pool_cpu = assign_req_to_token_pool_cpu  # type: ignore[attr-defined]
-    drafts.give(module)
-    return module
 
 
 def absent_module(name: str) -> types.ModuleType:

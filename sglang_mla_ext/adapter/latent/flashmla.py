@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.latent.protocol import LatentSizes, Tails, TailStarts, grouped_sizes
+from sglang_mla_ext.adapter.latent.protocol import LatentSizes, Tails, TailStarts
 from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
-from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
-from sglang_mla_ext.kernels.dispatch import grouped_absorb_bytes, make_grouped_absorb, whole_query
+from sglang_mla_ext.kernels.dispatch import make_grouped_absorb, whole_query
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.kernels.watch import Watched
@@ -41,77 +40,58 @@ class FlashMLALatent:
         self,
         pool: MLATokenToKVPool,
         req_to_token: Tensor,
+        sizes: LatentSizes,
         *,
-        heads: int,
         layer_id: int,
-        kv_lora_rank: int,
-        grouped: bool,
         on_failure: Callable[[Fallback, BaseException], object],
-        query_tokens: int = 1,
     ) -> None:
         """
         Args:
             pool: latent rows, pages of 64; also one for the layers with MLA among those of a pool (HybridLinearKVPool).
             req_to_token: `[requests, tokens]` int32, slots.
-            heads: of this rank; layer_id: of any layer in the pool; kv_lora_rank: of a row.
-            grouped: try grouped absorb.
+            layer_id: of any layer in the pool.
             on_failure: is told why grouped absorb does not run here.
-            query_tokens: of each request.
         """
-        self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
-        self._rank, self._query_tokens = kv_lora_rank, query_tokens
-        self._try_grouped, self._on_failure = grouped, on_failure
+        self._pool, self._req_to_token, self._sizes, self._layer_id = pool, req_to_token, sizes, layer_id
+        self._on_failure = on_failure
         self.grouped_page: int | None = None
         self._grouped: GroupedAbsorb | None = None
         self._tails: Tails | None = None
-        self._starts: TailStarts | None = None
 
     @property
     def workspace_bytes(self) -> int:
-        if self._starts is None:
-            return 0
-        taken = self._starts.workspace_bytes
         if self._grouped is not None:
-            taken += self._grouped.workspace_bytes
-        if self._tails is not None:
-            taken += self._tails.workspace_bytes + tensor_bytes(self._metadata, self._num_splits)
-        return taken
+            return self._starts.workspace_bytes + self._grouped.workspace_bytes
+        if self._tails is None:
+            return 0
+        schedule = tensor_bytes(self._metadata, self._num_splits)
+        return self._starts.workspace_bytes + self._tails.workspace_bytes + schedule
 
     @staticmethod
-    def workspace_bytes_for(sizes: LatentSizes) -> int:
+    def workspace_bytes_for(sizes: LatentSizes, programs: int) -> int:
         requests = sizes.sharing_requests
-        schedule = SCHEDULE_FIELDS * sizes.programs + requests + 1  # numbers, and the splits of each request
+        schedule = SCHEDULE_FIELDS * programs + requests + 1  # numbers, and the splits of each request
         taken = Tails.workspace_bytes_for(requests, sizes.max_tokens) + 4 * schedule
-        if sizes.grouped and rows_per_tile(sizes.heads) is not None:
-            of_grouped = grouped_absorb_bytes(
-                heads=sizes.heads,
-                fp8=False,
-                kv_lora_rank=sizes.kv_lora_rank,
-                qk_rope_head_dim=sizes.qk_rope_head_dim,
-                dtype=sizes.dtype,
-                programs=sizes.programs,
-                **grouped_sizes(sizes.max_rows, sizes.max_tokens, sizes.query_tokens),
-            )
-            taken = max(taken, of_grouped)  # one of the two
+        taken = max(taken, sizes.grouped_bytes(fp8=False, programs=programs))  # one of the two
         return TailStarts.workspace_bytes_for(requests) + taken
 
-    def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
-        requests = max_rows // self._query_tokens
+    def allocate(self, memory: Memory | None = None) -> None:
+        sizes, requests = self._sizes, self._sizes.sharing_requests
         self._starts = TailStarts(requests, self._req_to_token.device)
-        if self._try_grouped and rows_per_tile(self._heads) is not None:
+        if sizes.stacks:
             self._grouped = make_grouped_absorb(
                 self._req_to_token,
                 self._pages(self._layer_id),
-                heads=self._heads,
-                kv_lora_rank=self._rank,
+                heads=sizes.heads,
+                kv_lora_rank=sizes.kv_lora_rank,
                 on_failure=partial(self._on_failure, Fallback.GROUPED_ABSORB_KERNELS),
                 memory=memory,
-                **grouped_sizes(max_rows, max_tokens, self._query_tokens),
+                **sizes.of_grouped,
             )
         if self._grouped is not None:
             self.grouped_page = PAGE_TOKENS
             return
-        self._tails = Tails(self._req_to_token, self._starts, requests, max_tokens, memory)
+        self._tails = Tails(self._req_to_token, self._starts, requests, sizes.max_tokens, memory)
         # Its size depends on the GPU and on the rows of a request alone.
         self._metadata = torch.zeros_like(self._schedule(self._tails.lens[:1])[0])
         self._num_splits = torch.zeros(requests + 1, dtype=torch.int32, device=self._req_to_token.device)
@@ -119,11 +99,9 @@ class FlashMLALatent:
     def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
         if self._grouped is not None:
             self._grouped.plan(segments, units)
-        assert self._starts is not None, "allocated"
         self._starts.plan(tail_starts)
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
-        assert self._starts is not None, "allocated"
         if self._grouped is not None:
             seq_lens = batch.seq_lens + uncounted if uncounted else batch.seq_lens
             self._grouped.begin_step(self._req_to_token, batch.req_pool_indices, seq_lens, self._starts.on_device)
@@ -136,23 +114,18 @@ class FlashMLALatent:
         self._num_splits[: requests + 1].copy_(num_splits)
 
     def run(
-        self,
-        layer_id: int,
-        q_absorbed: Tensor,
-        q_rope: Tensor,
-        softmax_scale: float,
-        watched: Watched | None = None,
+        self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float, watched: Watched | None = None
     ) -> tuple[Tensor, Tensor]:
         if self._grouped is not None:
             return self._grouped.run(q_absorbed, q_rope, self._pages(layer_id), softmax_scale, watched)
         assert self._tails is not None, "one of the two is allocated"
-        requests = len(q_absorbed) // self._query_tokens
+        requests = len(q_absorbed) // self._sizes.query_tokens
         out, lse = flash_mla_with_kvcache(
-            q=whole_query(q_absorbed, q_rope).unflatten(0, (requests, self._query_tokens)),
+            q=whole_query(q_absorbed, q_rope).unflatten(0, (requests, self._sizes.query_tokens)),
             k_cache=self._pages(layer_id),
             block_table=self._tails.table[:requests],
             cache_seqlens=self._tails.lens[:requests],
-            head_dim_v=self._rank,
+            head_dim_v=self._sizes.kv_lora_rank,
             tile_scheduler_metadata=self._metadata,
             num_splits=self._num_splits[: requests + 1],
             softmax_scale=softmax_scale,
@@ -162,7 +135,7 @@ class FlashMLALatent:
 
     def _schedule(self, lens: Tensor) -> tuple[Tensor, Tensor]:
         """FlashMLA's, for tails of these lengths, `[requests]` int32."""
-        metadata, num_splits = get_mla_metadata(lens, self._query_tokens * self._heads, 1)
+        metadata, num_splits = get_mla_metadata(lens, self._sizes.query_tokens * self._sizes.heads, 1)
         return metadata, num_splits
 
     def _pages(self, layer_id: int) -> Tensor:

@@ -14,16 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.adapter.latent.protocol import LatentSizes, Tails, TailStarts, grouped_sizes
+from sglang_mla_ext.adapter.latent.protocol import LatentSizes, Tails, TailStarts
 from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
 from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8
-from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
-from sglang_mla_ext.kernels.dispatch import (
-    absorb_fp8_bytes,
-    grouped_absorb_bytes,
-    make_absorb_fp8,
-    make_grouped_absorb_fp8,
-)
+from sglang_mla_ext.kernels.dispatch import absorb_fp8_bytes, make_absorb_fp8, make_grouped_absorb_fp8
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
@@ -42,27 +36,20 @@ class FP8Latent:
         self,
         pool: LatentPool | RowsBesideLinear,
         req_to_token: Tensor,
+        sizes: LatentSizes,
         *,
-        heads: int,
         layer_id: int,
-        dtype: torch.dtype,
-        grouped: bool,
         on_failure: Callable[[Fallback, BaseException], object],
-        query_tokens: int = 1,
     ) -> None:
         """
         Args:
             pool: latent rows, pages of 64.
             req_to_token: `[requests, tokens]` int32, slots.
-            heads: of this rank; layer_id: of any layer in the pool.
-            dtype: of queries and results.
-            grouped: try grouped absorb.
+            layer_id: of any layer in the pool.
             on_failure: is told why something does not run here.
-            query_tokens: of each request.
         """
-        self._query_tokens = query_tokens
-        self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
-        self._dtype, self._try_grouped, self._on_failure = dtype, grouped, on_failure
+        self._pool, self._req_to_token, self._sizes, self._layer_id = pool, req_to_token, sizes, layer_id
+        self._on_failure = on_failure
         self.grouped_page: int | None = None
         self._absorb: AbsorbFP8 | None = None
         self._grouped: GroupedAbsorb | None = None
@@ -76,55 +63,46 @@ class FP8Latent:
         return taken + (self._grouped.workspace_bytes if self._grouped is not None else 0)
 
     @staticmethod
-    def workspace_bytes_for(sizes: LatentSizes) -> int:
-        dims = dict(kv_lora_rank=sizes.kv_lora_rank, qk_rope_head_dim=sizes.qk_rope_head_dim)
+    def workspace_bytes_for(sizes: LatentSizes, programs: int) -> int:
         taken = TailStarts.workspace_bytes_for(sizes.sharing_requests)
         taken += Tails.workspace_bytes_for(sizes.max_requests, sizes.max_tokens)
         taken += absorb_fp8_bytes(
             heads=sizes.heads,
-            num_sms=sizes.programs,
-            layout=LatentRowLayout(**dims),
+            num_sms=programs,
+            layout=LatentRowLayout(sizes.kv_lora_rank, sizes.qk_rope_head_dim),
             page_size=PAGE_TOKENS,
             max_requests=sizes.sharing_requests,
             query_tokens=sizes.query_tokens,
         )
-        if sizes.grouped and rows_per_tile(sizes.heads) is not None:
-            taken += grouped_absorb_bytes(
-                heads=sizes.heads,
-                fp8=True,
-                dtype=sizes.dtype,
-                programs=sizes.programs,
-                **dims,
-                **grouped_sizes(sizes.max_rows, sizes.max_tokens, sizes.query_tokens),
-            )
-        return taken
+        return taken + sizes.grouped_bytes(fp8=True, programs=programs)
 
-    def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
-        self._max_at_once = max_rows // self._query_tokens  # requests of one schedule
+    def allocate(self, memory: Memory | None = None) -> None:
+        sizes = self._sizes
+        self._max_at_once = sizes.sharing_requests  # requests of one schedule
         self._starts = TailStarts(self._max_at_once, self._req_to_token.device)
-        self._tails = Tails(self._req_to_token, self._starts, max_requests, max_tokens, memory)
+        self._tails = Tails(self._req_to_token, self._starts, sizes.max_requests, sizes.max_tokens, memory)
         rows, layout = self._pool.rows(self._layer_id), self._pool.layout
         self._absorb = make_absorb_fp8(
             rows,
-            heads=self._heads,
-            dtype=self._dtype,
+            heads=sizes.heads,
+            dtype=sizes.dtype,
             layout=layout,
             page_size=PAGE_TOKENS,
             max_requests=self._max_at_once,
-            query_tokens=self._query_tokens,
+            query_tokens=sizes.query_tokens,
             on_failure=partial(self._on_failure, Fallback.FP8_CACHE_KERNELS),
             memory=memory,
         )
-        if self._try_grouped and rows_per_tile(self._heads) is not None:
+        if sizes.stacks:
             self._grouped = make_grouped_absorb_fp8(
                 self._req_to_token,
                 rows,
-                heads=self._heads,
+                heads=sizes.heads,
                 layout=layout,
-                dtype=self._dtype,
+                dtype=sizes.dtype,
                 on_failure=partial(self._on_failure, Fallback.GROUPED_ABSORB_KERNELS),
                 memory=memory,
-                **grouped_sizes(max_rows, max_tokens, self._query_tokens),
+                **sizes.of_grouped,
             )
             if self._grouped is not None:
                 self.grouped_page = PAGE_TOKENS
@@ -148,12 +126,7 @@ class FP8Latent:
             self._absorb.begin_step(self._tails.lens[:requests], self._tails.table[:requests])
 
     def run(
-        self,
-        layer_id: int,
-        q_absorbed: Tensor,
-        q_rope: Tensor,
-        softmax_scale: float,
-        watched: Watched | None = None,
+        self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float, watched: Watched | None = None
     ) -> tuple[Tensor, Tensor]:
         pool = self._pool.rows(layer_id)
         if self._stacked:
@@ -161,14 +134,14 @@ class FP8Latent:
             return self._grouped.run(q_absorbed, q_rope, pool, softmax_scale, watched)
         assert self._absorb is not None, "allocated"
         rows, dtype, device = len(q_absorbed), q_absorbed.dtype, q_absorbed.device
-        requests = rows // self._query_tokens
+        requests = rows // self._sizes.query_tokens
         at_once = requests <= self._max_at_once
         out = self._absorb.output(rows, dtype) if at_once else torch.empty(q_absorbed.shape, dtype=dtype, device=device)
         lse = torch.empty(q_absorbed.shape[:2], dtype=torch.float32, device=device)
         for start in range(0, requests, self._max_at_once):
             stop = min(start + self._max_at_once, requests)
             table, lens = self._tails.table[start:stop], self._tails.lens[start:stop]
-            part = slice(start * self._query_tokens, stop * self._query_tokens)
+            part = slice(start * self._sizes.query_tokens, stop * self._sizes.query_tokens)
             if not at_once:  # too many for one schedule: a new one for each part
                 self._absorb.begin_step(lens, table)
             self._absorb.run(q_absorbed[part], q_rope[part], pool, table, lens, softmax_scale, out[part], lse[part])

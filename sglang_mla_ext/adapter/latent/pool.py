@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
+from torch import Tensor
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
@@ -52,18 +53,18 @@ class LatentPool(MLATokenToKVPool):  # type: ignore[misc] # SGLang is not typed
         for buffer in self.kv_buffer:
             self.layout.check(buffer)
 
-    def rows(self, layer_id: int) -> torch.Tensor:
+    def rows(self, layer_id: int) -> Tensor:
         """The rows of a layer as they are stored, uint8 `[size + page_size, row_bytes]`, to be read on the current
         stream: it waits for those that come back from the host."""
         wait_for_layer(self, layer_id)
         return self._stored(layer_id)
 
-    def _stored(self, layer_id: int) -> torch.Tensor:
+    def _stored(self, layer_id: int) -> Tensor:
         """The same without waiting, to write to."""
-        rows: torch.Tensor = self.kv_buffer[layer_id - self.start_layer][:, 0]
+        rows: Tensor = self.kv_buffer[layer_id - self.start_layer][:, 0]
         return rows
 
-    def fetch(self, layer_id: int, slots: torch.Tensor, out: torch.Tensor) -> None:
+    def fetch(self, layer_id: int, slots: Tensor, out: Tensor) -> None:
         """Read the rows of these slots, and no other.
 
         Args:
@@ -75,7 +76,7 @@ class LatentPool(MLATokenToKVPool):  # type: ignore[misc] # SGLang is not typed
 
     # ---- what SGLang calls
 
-    def set_kv_buffer(self, layer: RadixAttention, loc_info: Any, cache_k: torch.Tensor, cache_v: Any = None) -> None:
+    def set_kv_buffer(self, layer: RadixAttention, loc_info: Any, cache_k: Tensor, cache_v: Any = None) -> None:
         """Write rows.
 
         Args:
@@ -86,7 +87,7 @@ class LatentPool(MLATokenToKVPool):  # type: ignore[misc] # SGLang is not typed
         self.set_mla_kv_buffer(layer, loc_info, *parts)
 
     def set_mla_kv_buffer(
-        self, layer: RadixAttention, loc_info: Any, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+        self, layer: RadixAttention, loc_info: Any, cache_k_nope: Tensor, cache_k_rope: Tensor
     ) -> None:
         """Write rows.
 
@@ -99,8 +100,8 @@ class LatentPool(MLATokenToKVPool):  # type: ignore[misc] # SGLang is not typed
         append_rows(latent, rope, slots.contiguous(), self._stored(layer.layer_id))
 
     def get_mla_kv_buffer(
-        self, layer: RadixAttention, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: RadixAttention, loc: Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The rows of these slots as numbers; no other row is read.
 
         Args:
@@ -136,13 +137,13 @@ class RowsBesideLinear:
         self._pool, self._rows, self._index = pool, pool.full_kv_pool, pool.full_attention_layer_id_mapping
         self.layout: LatentRowLayout = self._rows.layout
 
-    def rows(self, layer_id: int) -> torch.Tensor:
+    def rows(self, layer_id: int) -> Tensor:
         """See LatentPool."""
         wait_for_layer(self._pool, layer_id)
-        rows: torch.Tensor = self._rows.rows(self._index[layer_id])
+        rows: Tensor = self._rows.rows(self._index[layer_id])
         return rows
 
-    def fetch(self, layer_id: int, slots: torch.Tensor, out: torch.Tensor) -> None:
+    def fetch(self, layer_id: int, slots: Tensor, out: Tensor) -> None:
         """See LatentPool."""
         wait_for_layer(self._pool, layer_id)
         self._rows.fetch(self._index[layer_id], slots, out)

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.kernels.dispatch import fill_page_table
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
+from sglang_mla_ext.kernels.dispatch import fill_page_table, grouped_absorb_bytes
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
 from sglang_mla_ext.kernels.sizes import MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.watch import Watched
@@ -21,14 +22,13 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """What the memory of attention in the latent space depends on.
+    """What attention in the latent space is made for.
 
     Attributes:
         heads: of this rank.
         dtype: of queries and results.
         grouped: whether grouped absorb is tried.
         max_rows: query rows of a step that shares; max_requests: of any step; max_tokens: of a request.
-        programs: multiprocessors of the GPU.
         query_tokens: of each request.
     """
 
@@ -40,7 +40,6 @@ class LatentSizes:
     max_rows: int
     max_requests: int
     max_tokens: int
-    programs: int
     query_tokens: int = 1
 
     @property
@@ -48,11 +47,35 @@ class LatentSizes:
         """Requests of a step that shares."""
         return self.max_rows // self.query_tokens
 
+    @property
+    def stacks(self) -> bool:
+        """Return whether grouped absorb is tried and takes so many heads."""
+        return self.grouped and rows_per_tile(self.heads) is not None
+
+    @property
+    def of_grouped(self) -> dict[str, int]:
+        """The arguments of grouped absorb that say how much a plan can hold."""
+        return dict(
+            query_tokens=self.query_tokens,
+            max_rows=self.max_rows,
+            max_tokens=self.max_tokens,
+            max_segments=MAX_SEGMENTS,
+            max_segment_rows=SEGMENTS_PER_ROW * self.max_rows,
+        )
+
+    def grouped_bytes(self, *, fp8: bool, programs: int) -> int:
+        """The most that grouped absorb allocates over a pool in FP8 or not; 0 where it is not tried."""
+        if not self.stacks:
+            return 0
+        dims = dict(kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim)
+        how = dict(dtype=self.dtype, programs=programs)
+        return grouped_absorb_bytes(heads=self.heads, fp8=fp8, **how, **dims, **self.of_grouped)
+
 
 class LatentAttention(Protocol):
     """Attention of a decode or verify step's rows to what is not expanded.
 
-        latent.allocate(max_rows, max_requests, max_tokens)  # once; then grouped_page, workspace_bytes
+        latent.allocate()                                    # once; then grouped_page, workspace_bytes
         latent.plan(segments, tail_starts, units)            # when one of them changes
         latent.begin_step(batch, sharing=True, uncounted=0)  # before every step
         for layer in layers:
@@ -76,16 +99,18 @@ class LatentAttention(Protocol):
     def workspace_bytes(self) -> int: ...
 
     @staticmethod
-    def workspace_bytes_for(sizes: LatentSizes) -> int:
-        """The most that `allocate` takes, whichever kernels run, before there is a pool."""
+    def workspace_bytes_for(sizes: LatentSizes, programs: int) -> int:
+        """The most that `allocate` takes, whichever kernels run, before there is a pool.
+
+        Args:
+            programs: multiprocessors of the GPU.
+        """
         ...
 
-    def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
+    def allocate(self, memory: Memory | None = None) -> None:
         """Allocate all static memory, and run our kernels once: they compile, and show that they run here.
 
         Args:
-            max_rows: query rows of a step that shares.
-            max_requests: of any step; max_tokens: of a request.
             memory: where what is large is allocated.
         """
         ...
@@ -111,12 +136,7 @@ class LatentAttention(Protocol):
         ...
 
     def run(
-        self,
-        layer_id: int,
-        q_absorbed: Tensor,
-        q_rope: Tensor,
-        softmax_scale: float,
-        watched: Watched | None = None,
+        self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float, watched: Watched | None = None
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
@@ -128,17 +148,6 @@ class LatentAttention(Protocol):
             0 and -inf for a row without keys.
         """
         ...
-
-
-def grouped_sizes(max_rows: int, max_tokens: int, query_tokens: int) -> dict[str, int]:
-    """The arguments of grouped absorb that say how much a plan can hold."""
-    return dict(
-        query_tokens=query_tokens,
-        max_rows=max_rows,
-        max_tokens=max_tokens,
-        max_segments=MAX_SEGMENTS,
-        max_segment_rows=SEGMENTS_PER_ROW * max_rows,
-    )
 
 
 class TailStarts:
@@ -177,12 +186,7 @@ class Tails:
     """
 
     def __init__(
-        self,
-        req_to_token: Tensor,
-        starts: TailStarts,
-        max_requests: int,
-        max_tokens: int,
-        memory: Memory | None = None,
+        self, req_to_token: Tensor, starts: TailStarts, max_requests: int, max_tokens: int, memory: Memory | None = None
     ) -> None:
         """
         Args:

@@ -15,7 +15,7 @@ HUB_TIMEOUT_S = 5.0
 def known_as(model: str) -> str | None:
     """The name on Hugging Face that a model's path stands for: that name itself, or a folder of the last part of it.
     None where it is not known."""
-    names, last = _names(), _last_part(model)
+    names, last = _known(), _last_part(model)
     return model if model in names else next((name for name in names if _last_part(name) == last), None)
 
 
@@ -26,7 +26,7 @@ def out_of_reach(model: str) -> str | None:
         return None
     if (why := _not_at_hub(model)) is None:
         return None
-    names = {_last_part(name): name for name in reversed(_names())}
+    names = {_last_part(name): name for name in reversed(_known())}
     meant = did_you_mean(_last_part(model), names)
     return f"{model} is neither a folder here nor a known model{why}: give a folder with its config.json.{meant}"
 
@@ -50,9 +50,10 @@ def _not_at_hub(model: str) -> str | None:
     return None
 
 
-def _names() -> list[str]:
-    """On Hugging Face, of all known models."""
-    return [name for config in config_names("checkpoints") for name in read_config("checkpoints", config)["names"]]
+def _known() -> dict[str, str]:
+    """Names on Hugging Face of all known models, and the shipped configuration of each."""
+    configs = config_names("checkpoints")
+    return {name: config for config in configs for name in read_config("checkpoints", config)["names"]}
 
 
 def write_config(model: str, folder: Path) -> Path:
@@ -61,15 +62,13 @@ def write_config(model: str, folder: Path) -> Path:
     Returns:
         the folder that it is in, to launch with.
     """
-    for config in config_names("checkpoints"):
-        checkpoint = read_config("checkpoints", config)
-        if model in checkpoint["names"]:
-            # SGLang takes some folders for Mistral's own format by their names.
-            written = folder / f"checkpoint-{config_names('checkpoints').index(config)}"
-            written.mkdir(exist_ok=True)
-            (written / "config.json").write_text(json.dumps(checkpoint["config"]), encoding="utf-8")
-            return written
-    raise KeyError(model)
+    config = _known()[model]
+    # SGLang takes some folders for Mistral's own format by their names.
+    written = folder / f"checkpoint-{config_names('checkpoints').index(config)}"
+    written.mkdir(exist_ok=True)
+    checkpoint = read_config("checkpoints", config)
+    (written / "config.json").write_text(json.dumps(checkpoint["config"]), encoding="utf-8")
+    return written
 
 
 def _last_part(path: str) -> str:

@@ -33,6 +33,7 @@ from sglang_mla_ext.adapter.launch import (
     prefix_memory_report,
     tested_configurations,
 )
+from sglang_mla_ext.adapter.launch.import_stubs import unchanged
 from sglang_mla_ext.adapter.launch.launch_line import MODEL_FLAGS, LaunchLine
 from sglang_mla_ext.adapter.launch.limits import Refusal
 from sglang_mla_ext.adapter.launch.remedies import apply, in_words, said_by_sglang
@@ -88,7 +89,8 @@ def examiner() -> Iterator[Callable[[LaunchLine], Examination]]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of what SGLang finds no GPU for
         stack.enter_context(without_collector())
-        stack.enter_context(patch.object(torch, "compile", _not_compiled))
+        # As a decorator in SGLang's modules it imports the compiler, for a second.
+        stack.enter_context(patch.object(torch, "compile", unchanged))
         if not torch.cuda.is_available():
             stack.enter_context(fake_gpu.hopper())
         from sglang.srt.plugins import load_plugins
@@ -97,11 +99,6 @@ def examiner() -> Iterator[Callable[[LaunchLine], Examination]]:
             load_plugins()
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         yield lambda line: _examine(line, Path(folder))
-
-
-def _not_compiled(model: Any = None, **options: Any) -> Any:
-    """In place of `torch.compile`, which as a decorator in SGLang's modules imports the compiler, for a second."""
-    return model if model is not None else lambda function: function
 
 
 def _examine(line: LaunchLine, folder: Path) -> Examination:
@@ -145,7 +142,12 @@ def _before_resolving(line: LaunchLine) -> list[Finding]:
     if places := launch_line.placeholders(line.arguments):
         text = f"{', '.join(places)}: give the values that take the place of these."
         return [*found, Finding(PLACEHOLDER, text)]
-    return found or _unread_models(line)
+    if found:
+        return found
+    known = _known_models(line)
+    with patch.dict(os.environ, line.environment):
+        unread = [checkpoints.out_of_reach(path) for path in _models_of(line) if path not in known]
+    return [Finding(MODEL, why) for why in unread if why is not None]
 
 
 def _release_findings(line: LaunchLine) -> list[Finding]:
@@ -163,16 +165,14 @@ def _release_findings(line: LaunchLine) -> list[Finding]:
 
 def _of_server(line: LaunchLine, args: ServerArgs) -> dict[str, Any]:
     """What is said of a line that works, in its own environment."""
-    server = Server.of(args, HybridMLAOptions.from_env(), True, torch.cuda.get_device_properties(0).total_memory)
+    server = Server.of(args, HybridMLAOptions.from_env())
     version = launch_line.version_in(line.image or "") or str(installed_version())
+    prefix_memory = prefix_memory_report.predicted(server)
     return {
         "settings": _settings(line, server),
-        "warnings": [
-            *limits.warnings(server),
-            *filter(None, [contract.untested() if line.image is None else None]),
-        ],
+        "warnings": limits.warnings(server) + [said for said in [contract.untested()] if said and line.image is None],
         "tested": tested_configurations.tested(tested_configurations.parts_of(server), version),
-        "memory_report": prefix_memory_report.predicted(server),
+        "memory_report": None if prefix_memory is None else f"predicted {prefix_memory}",
         "caveat": prefix_memory_report.caveat(server),
     }
 
@@ -192,14 +192,6 @@ def _known_models(line: LaunchLine) -> dict[str, str]:
     return {path: name for path, name in known.items() if name is not None}
 
 
-def _unread_models(line: LaunchLine) -> list[Finding]:
-    """Why nothing is found out about models of a line."""
-    known = _known_models(line)
-    with patch.dict(os.environ, line.environment):
-        found = [checkpoints.out_of_reach(path) for path in _models_of(line) if path not in known]
-    return [Finding(MODEL, why) for why in found if why is not None]
-
-
 def _models_of(line: LaunchLine) -> list[str]:
     """Paths of models that a line names, but for a draft model where drafts are refused whatever it is."""
     refused = feature_findings.way_of_drafting(launch_line.value_of(line.arguments, "--speculative-algorithm"))
@@ -215,7 +207,8 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[dict[str, Any] 
     """
     from sglang.srt.server_args import prepare_server_args
 
-    words = [folders.get(word, word) for word in _with_spaces(line.arguments)]
+    pairs = (word.split("=", 1) if re.match(r"--[\w-]+=", word) else [word] for word in line.arguments)
+    words = [folders.get(word, word) for pair in pairs for word in pair]
     with patch.dict(os.environ, line.environment), _silence() as said:
         try:
             args = prepare_server_args(words)
@@ -234,21 +227,15 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[dict[str, Any] 
         return _of_server(line, args), []
 
 
-def _with_spaces(arguments: list[str]) -> list[str]:
-    """`--flag=value` as two words."""
-    return [part for word in arguments for part in (word.split("=", 1) if re.match(r"--[\w-]+=", word) else [word])]
-
-
 def _settings(line: LaunchLine, server: Server) -> list[str]:
     """What `limits` sets, where the line does not say it."""
-    flags = {name: f"--{name.replace('_', '-')}" for name in SET_BY_ITSELF}
-    values = {flag: getattr(server.args, name, None) for name, flag in flags.items()}
+    values = {f"--{name.replace('_', '-')}": getattr(server.args, name, None) for name in SET_BY_ITSELF}
     found = [
         f"{flag} {value}"
         for flag, value in values.items()
         if launch_line.value_of(line.arguments, flag) is None and value not in (None, "prefill")
     ]
-    if "--disable-prefill-cuda-graph" not in line.arguments and server.prefill_graphs == "disabled":
+    if "--disable-prefill-cuda-graph" not in line.arguments and server.prefill.graphs == "disabled":
         found.append("--disable-prefill-cuda-graph")
     return found
 

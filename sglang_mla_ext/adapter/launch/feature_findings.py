@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext import BACKEND_NAME
@@ -58,84 +59,84 @@ def draft_tree(args: ServerArgs | ResolvedArgs) -> list[Finding]:
     return [Finding(flag, f"{flag} {branches} is not supported: use 1.")]
 
 
-def drafts(server: Server) -> list[Finding]:
+def drafts(server: Server) -> Iterator[Finding]:
     """Refuse drafts other than one chain of a length that never changes."""
     from sglang.srt.environ import envs
 
     args = server.args
+    if args.speculative_algorithm is None:
+        return
     if found := draft_tree(args):
-        return found
+        yield from found
+        return
     if args.speculative_num_draft_tokens not in DRAFT_TOKENS:
         few, many = DRAFT_TOKENS[0], DRAFT_TOKENS[-1]
-        text = (
+        yield Finding(
+            "--speculative-num-draft-tokens",
             f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens} is not supported: use {few} to "
-            f"{many}, and --speculative-num-steps {few - 1} to {many - 1}, one less."
+            f"{many}, and --speculative-num-steps {few - 1} to {many - 1}, one less.",
         )
-        found.append(Finding("--speculative-num-draft-tokens", text))
     if args.speculative_draft_attention_backend == BACKEND_NAME:
         flag = "--speculative-draft-attention-backend"
-        text = f"{flag} {BACKEND_NAME} is not supported, drafts share nothing: remove it."
-        found.append(Finding(flag, text))
+        yield Finding(flag, f"{flag} {BACKEND_NAME} is not supported, drafts share nothing: remove it.")
     if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
         name = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
-        found.append(Finding(name, f"{name} is not supported, as it is not by flashmla: unset it."))
+        yield Finding(name, f"{name} is not supported, as it is not by flashmla: unset it.")
     flags = {
         "--speculative-adaptive": args.speculative_adaptive,
         "--enable-multi-layer-eagle": args.enable_multi_layer_eagle,
         "--decoupled-spec-role": args.decoupled_spec_role != "null",
     }
-    return [*found, *each_unsupported(flags)]
+    yield from each_unsupported(flags)
 
 
-def host_cache(server: Server) -> list[Finding]:
+def host_cache(server: Server) -> Iterator[Finding]:
     """Refuse what SGLang would find out when the first rows go to the host."""
-    args, on_gpu = server.args, server.on_gpu
-    copies, layouts = (HOST_COPIES, HOST_LAYOUTS) if on_gpu else (("direct",), ("layer_first", "page_first_direct"))
-    given = {
-        "--hicache-io-backend": (args.hicache_io_backend, copies),
-        "--hicache-mem-layout": (args.hicache_mem_layout, layouts),
-    }
-    where = "here" if on_gpu else "on a CPU"
-    return [
-        Finding(flag, f"{flag} {value} is not supported {where}: use {' or '.join(allowed)}.")
-        for flag, (value, allowed) in given.items()
-        if value not in allowed
-    ]
+    args, gpu = server.args, server.device.on_gpu
+    if not args.enable_hierarchical_cache:
+        return
+    copies, layouts = (HOST_COPIES, HOST_LAYOUTS) if gpu else (("direct",), ("layer_first", "page_first_direct"))
+    for flag, value, allowed in (
+        ("--hicache-io-backend", args.hicache_io_backend, copies),
+        ("--hicache-mem-layout", args.hicache_mem_layout, layouts),
+    ):
+        if value not in allowed:
+            where = "here" if gpu else "on a CPU"
+            yield Finding(flag, f"{flag} {value} is not supported {where}: use {' or '.join(allowed)}.")
 
 
-def disaggregation(server: Server) -> list[Finding]:
+def disaggregation(server: Server) -> Iterator[Finding]:
     """Refuse what keeps a prefill or decode server from sharing prefixes, and what was not tested there."""
     args = server.args
     if args.disaggregation_mode == "null":
-        return []
-    found, flag, backend = [], "--disaggregation-transfer-backend", args.disaggregation_transfer_backend
+        return
+    flag, backend = "--disaggregation-transfer-backend", args.disaggregation_transfer_backend
     if backend not in TRANSFERS:
-        found.append(Finding(flag, f"{flag} {backend} is not supported yet: use {' or '.join(TRANSFERS)}."))
+        yield Finding(flag, f"{flag} {backend} is not supported yet: use {' or '.join(TRANSFERS)}.")
     if args.disaggregation_mode == "prefill":
-        if not server.owns_prefill:
-            text = (
-                f"prefill runs {server.backends[0]}, and this server does nothing else (--disaggregation-mode prefill)"
-                f": use {BACKEND_NAME} for prefill too."
+        if not server.prefill.is_ours:
+            yield Finding(
+                "prefill backend",
+                f"prefill runs {server.prefill.backend}, and this server does nothing else (--disaggregation-mode "
+                f"prefill): use {BACKEND_NAME} for prefill too.",
             )
-            found.append(Finding("prefill backend", text))
-        return found
+        return
     if args.speculative_algorithm is not None:
-        text = (
+        yield Finding(
+            "drafts on a decode server",
             "--disaggregation-mode decode does not go with --speculative-algorithm: SGLang's decode servers have no "
             "radix tree beside drafts, and shared prefixes are found there. Choose another --attention-backend for "
-            "them."
+            "them.",
         )
-        found.append(Finding("drafts on a decode server", text))
     elif not args.disaggregation_decode_enable_radix_cache:
-        text = (
+        yield Finding(
+            "no radix tree",
             "--disaggregation-mode decode has no radix tree to find shared prefixes in: add "
-            "--disaggregation-decode-enable-radix-cache."
+            "--disaggregation-decode-enable-radix-cache.",
         )
-        found.append(Finding("no radix tree", text))
     if args.enable_hierarchical_cache:
         text = "--enable-hierarchical-cache does not go with --disaggregation-mode decode yet: remove it."
-        found.append(Finding("host cache on a decode server", text))
-    return found
+        yield Finding("host cache on a decode server", text)
 
 
 def deterministic(args: ServerArgs) -> list[Finding]:
@@ -148,15 +149,22 @@ def deterministic(args: ServerArgs) -> list[Finding]:
     return [Finding(flag, f"{flag} is not supported, {why}") for flag, given in flags.items() if given]
 
 
-def fp8_cache(server: Server) -> list[Finding]:
+def fp8_cache(server: Server) -> Iterator[Finding]:
     """Refuse what would read the FP8 pool as if it were SGLang's, or has no part in it."""
-    args, found = server.args, []
-    if not server.owns_prefill:
-        text = (
-            f"prefill runs {server.backends[0]}, which cannot read --kv-cache-dtype fp8_e4m3 as {BACKEND_NAME} stores "
-            f"it: use {BACKEND_NAME} for prefill too, or remove --kv-cache-dtype."
+    args, gpu = server.args, server.device.on_gpu
+    if not server.prefill.is_ours:
+        yield Finding(
+            "prefill backend",
+            f"prefill runs {server.prefill.backend}, which cannot read --kv-cache-dtype fp8_e4m3 as {BACKEND_NAME} "
+            f"stores it: use {BACKEND_NAME} for prefill too, or remove --kv-cache-dtype.",
         )
-        found.append(Finding("prefill backend", text))
+    captured = gpu and server.prefill.graphs != "disabled"
+    if captured and not (installed.shares_in_prefill_graphs() and server.prefill.is_ours):
+        yield Finding(
+            "prefill graphs with FP8",
+            "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "
+            "--cuda-graph-backend-prefill.",
+        )
     flags = {
         # Each token has a scale of its own.
         "--quantization-param-path": args.quantization_param_path is not None,
@@ -168,28 +176,18 @@ def fp8_cache(server: Server) -> list[Finding]:
         # And no layers with linear attention (models.beside_linear_layers).
         "--disaggregation-mode of a model with linear attention": args.disaggregation_mode != "null"
         and installed.linear_layers(args) is not None,
+        # These make SGLang's prefill attend to the pool itself on a GPU, by absorb, where otherwise it asks for rows by
+        # their slots.
+        "--flashinfer-mla-disable-ragged": gpu and args.flashinfer_mla_disable_ragged,
+        "--disable-chunked-prefix-cache": gpu and args.disable_chunked_prefix_cache,
     }
-    if server.on_gpu:
-        # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their
-        # slots.
-        flags |= {
-            "--flashinfer-mla-disable-ragged": args.flashinfer_mla_disable_ragged,
-            "--disable-chunked-prefix-cache": args.disable_chunked_prefix_cache,
-        }
-        graphs = server.prefill_graphs != "disabled"
-        if graphs and not (installed.shares_in_prefill_graphs() and server.owns_prefill):
-            text = (
-                "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "
-                "--cuda-graph-backend-prefill."
-            )
-            found.append(Finding("prefill graphs with FP8", text))
-    return found + [
-        Finding(f"{flag} with FP8", f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them.")
-        for flag, given in flags.items()
-        if given
-    ]
+    for flag, given in flags.items():
+        if given:
+            text = f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them."
+            yield Finding(f"{flag} with FP8", text)
 
 
-def each_unsupported(flags: dict[str, bool]) -> list[Finding]:
+def each_unsupported(flags: dict[str, bool]) -> Iterator[Finding]:
     """A finding for each flag that is given."""
-    return [each for flag, given in flags.items() for each in unsupported(flag, given)]
+    for flag, given in flags.items():
+        yield from unsupported(flag, given)

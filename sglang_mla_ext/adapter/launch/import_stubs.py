@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -53,9 +53,14 @@ class _Module(ModuleType):
         return _Unchanged
 
 
+def unchanged(decorated: Any = None, *args: Any, **options: Any) -> Any:
+    """A decorator that changes nothing, with arguments or without."""
+    return decorated if callable(decorated) else unchanged
+
+
 class _Decorator(type):
-    def __call__(cls, decorated: Any = None, *args: Any, **options: Any) -> Any:
-        return decorated if callable(decorated) else _same
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return unchanged(*args, **options)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -65,7 +70,3 @@ class _Decorator(type):
 
 class _Unchanged(metaclass=_Decorator):
     pass
-
-
-def _same(decorated: Callable[..., Any]) -> Callable[..., Any]:
-    return decorated

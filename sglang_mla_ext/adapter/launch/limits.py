@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,9 +10,9 @@ import torch
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.findings import Finding
-from sglang_mla_ext.adapter.launch import feature_findings, models, prefill_memory
+from sglang_mla_ext.adapter.launch import feature_findings, models
 from sglang_mla_ext.adapter.launch.remedies import with_remedies
-from sglang_mla_ext.adapter.launch.resolved import resolved
+from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu, resolved
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
@@ -25,6 +26,12 @@ PREFILL = ("fa3", "fa4", "flashinfer", "flashmla", "triton")
 FLOAT16 = Finding(
     "float16", "the model runs in float16, which hybrid_mla's kernels do not support: use --dtype bfloat16."
 )
+
+PREFILL_VARIABLE = "SGLANG_MAX_KV_CHUNK_CAPACITY"
+"""Sets how many tokens of cached prompts SGLang makes keys and values of at a time."""
+
+PREFILL_SHARE = 0.75
+"""For that, of the memory that is not for weights and cache; the rest is for CUDA graphs and activations."""
 
 
 class Refusal(OptionError):
@@ -40,15 +47,15 @@ def is_asked_for(server_args: ServerArgs) -> bool:
     return BACKEND_NAME in installed.attention_backends(server_args)
 
 
-def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
+def set_defaults(server_args: ServerArgs) -> None:
     """Set what a GPU server needs, where the user did not: FlashMLA's page size, prefill without CUDA graphs, and
     drafts verified by the decode backend. SGLang has not decided on the arguments yet.
 
     Raises:
         Refusal: the user chose another, or what SGLang would refuse without saying what to change.
     """
-    _refuse(feature_findings.draft_tree(server_args) + feature_findings.deterministic(server_args))
-    if not on_gpu:
+    _refuse([*feature_findings.draft_tree(server_args), *feature_findings.deterministic(server_args)])
+    if not on_gpu(server_args):
         return
     if server_args.page_size not in (None, PAGE_TOKENS):
         text = f"{BACKEND_NAME} needs --page-size {PAGE_TOKENS}, not {server_args.page_size}; remove the flag."
@@ -61,44 +68,33 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
         server_args.speculative_attention_mode = "decode"
 
 
-def set_draft_backend(server_args: ServerArgs, on_gpu: bool) -> None:
+def set_draft_backend(server_args: ServerArgs) -> None:
     """Set the draft model's attention backend, where the user did not: a draft has nothing to share, and SGLang has no
     backend of our name for drafts. SGLang has decided on the arguments."""
     args = resolved(server_args)
     if args.speculative_algorithm in feature_findings.ALGORITHMS and not args.speculative_draft_attention_backend:
-        fp8 = args.kv_cache_dtype == "fp8_e4m3"
-        installed.set_draft_backend(server_args, draft_backend(installed.draft_has_mla(server_args), on_gpu, fp8))
+        mla, fp8 = installed.draft_has_mla(server_args), args.kv_cache_dtype == "fp8_e4m3"
+        installed.set_draft_backend(server_args, draft_backend(args, mla=mla, fp8=fp8))
 
 
-def draft_backend(mla: bool, on_gpu: bool, fp8: bool) -> str:
+def draft_backend(args: ServerArgs | ResolvedArgs, *, mla: bool, fp8: bool) -> str:
     """SGLang's attention backend for a draft model with or without Multi-head Latent Attention.
 
     Args:
         fp8: whether the cache is in FP8.
     """
-    if not on_gpu:
+    if not on_gpu(args):
         return "torch_native"
     return installed.mla_draft_backend(fp8) if mla else "flashinfer"
 
 
-def check(server: Server, compute_capability: tuple[int, int] | None) -> None:
+def check(server: Server) -> None:
     """Stop a launch that could not work.
 
-    Args:
-        compute_capability: of the GPU; None on a machine without one.
     Raises:
         Refusal: with every reason.
     """
-    _refuse(_findings(server, compute_capability) + _budget_findings(server))
-
-
-def check_dtype(dtype: torch.dtype) -> None:
-    """Stop a launch in float16: for where `--dtype auto` has become that, which SGLang finds out from the checkpoint.
-
-    Raises:
-        Refusal: it is.
-    """
-    _refuse([FLOAT16] if dtype == torch.float16 else [])
+    _refuse([*_findings(server), *_budget_findings(server)])
 
 
 def check_dp_routing(server_args: ServerArgs) -> None:
@@ -112,14 +108,16 @@ def check_dp_routing(server_args: ServerArgs) -> None:
     _refuse([Finding("--hybrid-mla-dp-routing", text)] if workers > 1 else [])
 
 
-def check_fp8_cache(server_args: ServerArgs, on_gpu: bool) -> None:
-    """Stop a launch that could not work with an FP8 cache: for where `--kv-cache-dtype auto` has become one, which
-    SGLang finds out only when it reads the checkpoint.
+def check_dtypes(server_args: ServerArgs, dtype: torch.dtype, *, fp8_cache: bool) -> None:
+    """Stop a launch that could not work in float16 or with an FP8 cache: for where `--dtype auto` or `--kv-cache-dtype
+    auto` has become that, which SGLang finds out only when it reads the checkpoint.
 
     Raises:
         Refusal: with every reason.
     """
-    _refuse(feature_findings.fp8_cache(Server.of(server_args, HybridMLAOptions.from_env(), on_gpu)))
+    server = Server.of(server_args, HybridMLAOptions.from_env())
+    found = feature_findings.fp8_cache(server) if fp8_cache else ()
+    _refuse([*([FLOAT16] if dtype == torch.float16 else []), *found])
 
 
 def _refuse(found: list[Finding]) -> None:
@@ -128,54 +126,52 @@ def _refuse(found: list[Finding]) -> None:
         raise Refusal(f"--attention-backend {BACKEND_NAME} cannot run like this:\n  {reasons}", found)
 
 
-def _findings(server: Server, compute_capability: tuple[int, int] | None) -> list[Finding]:
-    found, args, on_gpu = [], server.args, server.on_gpu
-    prefill, decode = server.backends
-    if not server.owns_decode:
+def _findings(server: Server) -> Iterator[Finding]:
+    args, gpu, prefill = server.args, server.device.on_gpu, server.prefill.backend
+    decode = installed.attention_backends(args)[1]
+    if decode != BACKEND_NAME:
         text = f"it is for decode, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
-        found.append(Finding("decode backend", text))
-    if compute_capability is not None and compute_capability[0] != 9:
-        text = "decode uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
-        found.append(Finding("GPU", text))
-    if on_gpu and prefill not in (BACKEND_NAME, *PREFILL):
+        yield Finding("decode backend", text)
+    if server.device.capability is not None and server.device.capability[0] != 9:
+        yield Finding("GPU", "decode uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here.")
+    if gpu and prefill not in (BACKEND_NAME, *PREFILL):
         text = f"prefill runs {prefill}, which is not for MLA on Hopper GPUs: use {BACKEND_NAME} for prefill too."
-        found.append(Finding("prefill backend", text))
-    if on_gpu and server.prefill_graphs == "full":
-        text = (
+        yield Finding("prefill backend", text)
+    if gpu and server.prefill.graphs == "full":
+        yield Finding(
+            "full prefill graphs",
             "full CUDA graphs of prefill leave cached prefixes out of attention, with SGLang's own backends as well: "
-            'take the prefill backend "full" out of --cuda-graph-config or --cuda-graph-backend-prefill.'
+            'take the prefill backend "full" out of --cuda-graph-config or --cuda-graph-backend-prefill.',
         )
-        found.append(Finding("full prefill graphs", text))
-    found += models.findings(args, on_gpu) + models.beside_linear_layers(args)
+    yield from models.findings(server)
     if args.dtype in ("half", "float16"):
-        found.append(FLOAT16)
+        yield FLOAT16
     if server.fp8_cache:
-        found += feature_findings.fp8_cache(server)
+        yield from feature_findings.fp8_cache(server)
     elif args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
         text = f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3."
-        found.append(Finding("--kv-cache-dtype", text))
-    if args.speculative_algorithm is not None:
-        found += feature_findings.drafts(server)
-    if args.enable_hierarchical_cache:
-        found += feature_findings.host_cache(server)
+        yield Finding("--kv-cache-dtype", text)
+    yield from feature_findings.drafts(server)
+    yield from feature_findings.host_cache(server)
     further: list[Finding] = installed.further_findings(args)
     if "--disaggregation-mode" not in [each.code for each in further]:
-        found += feature_findings.disaggregation(server)
-    reason = "--hybrid-mla-mixed-tokens 0" if server.options.mixed_tokens == 0 else server.mixed_chunk_obstacle
+        yield from feature_findings.disaggregation(server)
+    reason = "DP attention (--enable-dp-attention)" if server.ranks.dp > 1 else server.mixing.obstacle
+    if server.options.mixed_tokens == 0:
+        reason = "--hybrid-mla-mixed-tokens 0"
     if args.enable_mixed_chunk and reason is not None:
         text = f"--enable-mixed-chunk does not go with {reason}: remove it."
-        found.append(Finding("--enable-mixed-chunk", text))
+        yield Finding("--enable-mixed-chunk", text)
     for name in installed.other_trees():
-        found.append(
-            Finding(name, f"{name} is not supported, prefixes are found in SGLang's default radix tree: unset it.")
-        )
+        text = f"{name} is not supported, prefixes are found in SGLang's default radix tree: unset it."
+        yield Finding(name, text)
     if args.enable_streaming_session:
-        text = (
+        yield Finding(
+            "--enable-streaming-session",
             "--enable-streaming-session is not supported: from its second turn on a request of such a session holds no "
             "node of the radix tree, in which shared prefixes are found, but a stand-in (last_device_node in "
-            "StreamingSession.try_match_prefix, sglang/srt/session/streaming_session.py): remove it."
+            "StreamingSession.try_match_prefix, sglang/srt/session/streaming_session.py): remove it.",
         )
-        found.append(Finding("--enable-streaming-session", text))
     flags = {
         # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
         "--enable-lora": args.enable_lora,
@@ -193,31 +189,59 @@ def _findings(server: Server, compute_capability: tuple[int, int] | None) -> lis
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
         "--dllm-algorithm": args.dllm_algorithm is not None,
     }
-    return [*found, *feature_findings.each_unsupported(flags), *further]
+    yield from feature_findings.each_unsupported(flags)
+    yield from further
 
 
-def _budget_findings(server: Server) -> list[Finding]:
+def _budget_findings(server: Server) -> Iterator[Finding]:
     """A budget that no model leaves room for."""
-    flag, asked, memory_bytes = "--hybrid-mla-prefix-memory-gb", server.options.prefix_memory_gb, server.memory_bytes
+    asked, memory_bytes = server.options.prefix_memory_gb, server.device.memory_bytes
     if memory_bytes is None or not asked or not server.args.mem_fraction_static:
-        return []
+        return
     there = memory_bytes * server.args.mem_fraction_static / (1 << 30)
-    if asked < there:
-        return []
-    text = (
-        f"{flag} {asked:g} is more than SGLang takes of a GPU for weights and cache together, {there:.0f} GiB of "
-        f"{memory_bytes / (1 << 30):.0f} (--mem-fraction-static): lower it, or remove it."
-    )
-    return [Finding(flag, text)]
+    if asked >= there:
+        flag = "--hybrid-mla-prefix-memory-gb"
+        yield Finding(
+            flag,
+            f"{flag} {asked:g} is more than SGLang takes of a GPU for weights and cache together, {there:.0f} GiB of "
+            f"{memory_bytes / (1 << 30):.0f} (--mem-fraction-static): lower it, or remove it.",
+        )
 
 
 def warnings(server: Server) -> list[str]:
     """Return warnings of a server that works: what it does without, and what may end it."""
     found = []
-    if not server.owns_prefill and server.options.may_expand:
+    if not server.prefill.is_ours and server.options.may_expand:
         found.append(
-            f"prefill runs {server.backends[0]}, which reads no expanded prefix: prompts are computed over the latent "
-            f"cache, as without {BACKEND_NAME}; without --prefill-attention-backend they are computed over what is "
-            "expanded."
+            f"prefill runs {server.prefill.backend}, which reads no expanded prefix: prompts are computed over the "
+            f"latent cache, as without {BACKEND_NAME}; without --prefill-attention-backend they are computed over what "
+            "is expanded."
         )
-    return found + [said for said in (server.sharding_warning, prefill_memory.warning(server)) if said is not None]
+    said = server.ranks.sharding_warning, _prefill_memory_warning(server)
+    return [*found, *filter(None, said)]
+
+
+def _prefill_memory_warning(server: Server) -> str | None:
+    """Return a warning if a prefill pass over long cached prompts would take more memory than SGLang leaves."""
+    from sglang.srt.environ import envs
+
+    args, memory_bytes = server.args, server.device.memory_bytes
+    if memory_bytes is None or not args.mem_fraction_static:
+        return None
+    if args.disable_chunked_prefix_cache or args.disaggregation_mode == "decode":
+        return None
+    if (sizes := server.head_sizes) is None:
+        return None
+    # Content and values come of one product, and whole keys are a copy, in BF16.
+    token_bytes = 2 * sizes.heads * (sizes.nope + sizes.v + sizes.nope + sizes.rope)
+    tokens = int(envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get())
+    left = memory_bytes * (1 - args.mem_fraction_static)
+    if tokens * token_bytes <= PREFILL_SHARE * left:
+        return None
+    fitting = max(int(PREFILL_SHARE * left / token_bytes), 1)
+    return (
+        f"prefill makes keys and values of {tokens:,} tokens of cached prompts at a time, "
+        f"{tokens * token_bytes / (1 << 30):.1f} GiB with {sizes.heads} heads on a GPU, and --mem-fraction-static "
+        f"{args.mem_fraction_static:g} leaves {left / (1 << 30):.1f} GiB for that, CUDA graphs and activations: lower "
+        f"the fraction, or set {PREFILL_VARIABLE}={1 << (fitting.bit_length() - 1)}."
+    )

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs
+from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.mixed import LEAST_NEW, MOST_NEW_ALONE, allowed  # plain Python
+from sglang_mla_ext.predict.rates import Gpu
+from sglang_mla_ext.predict.step import Deployment
 
 if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
@@ -20,44 +26,49 @@ STEP, COARSE_STEP, COARSE_ROWS = 64, 128, 1024
 """Rows from one size of graph to the next, beyond SGLang's own; the second from so many rows on."""
 
 
-def obstacle(args: ResolvedArgs, on_gpu: bool) -> str | None:
-    """Return what keeps new tokens from being mixed into decode steps; None where nothing does."""
-    reasons = {
-        "drafts (--speculative-algorithm)": not installed.mixes_with_drafts(args),
-        "--disaggregation-mode": args.disaggregation_mode != "null",
-        "DeepEP (--moe-a2a-backend)": args.moe_a2a_backend not in (None, "none"),
-        "--enable-return-routed-experts": args.enable_return_routed_experts,
-        # In a decode step their state takes one token of a request.
-        "layers with linear attention": installed.linear_layers(args) is not None,
-        # SGLang fills their table of tokens for prefill passes alone (LongCat-Flash-Lite).
-        "n-gram embeddings": bool(getattr(installed.model_config(args), "use_ngram_embedding", False)),
-        "decode without CUDA graphs": on_gpu and args.cuda_graph_config.decode.backend == "disabled",
-        "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+@dataclass(frozen=True)
+class Mixing:
+    """How many new tokens may be mixed into a decode step, and what keeps them out."""
 
+    args: ResolvedArgs
+    options: HybridMLAOptions
 
-def tokens(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
-    """New tokens that a step with running requests may have; 0 where nothing is mixed.
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Return what keeps new tokens out of decode steps; None where they can be mixed in."""
+        args, gpu = self.args, on_gpu(self.args)
+        reasons = {
+            "drafts (--speculative-algorithm)": not installed.mixes_with_drafts(args),
+            "--disaggregation-mode": args.disaggregation_mode != "null",
+            "DeepEP (--moe-a2a-backend)": args.moe_a2a_backend not in (None, "none"),
+            "--enable-return-routed-experts": args.enable_return_routed_experts,
+            # In a decode step their state takes one token of a request.
+            "layers with linear attention": installed.linear_layers(args) is not None,
+            # SGLang fills their table of tokens for prefill passes alone (LongCat-Flash-Lite).
+            "n-gram embeddings": bool(getattr(installed.model_config(args), "use_ngram_embedding", False)),
+            "decode without CUDA graphs": gpu and args.cuda_graph_config.decode.backend == "disabled",
+            "--disable-cuda-graph-padding": gpu and bool(args.disable_cuda_graph_padding),
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
 
-    Without a GPU there are no decode graphs, so nothing is mixed unless it is asked for.
-    """
-    if options.mixed_tokens == 0 or obstacle(args, on_gpu) is not None:
-        return 0
-    if options.mixed_tokens is not None:
-        return options.mixed_tokens // STEP * STEP
-    if not on_gpu:
-        return LEAST_NEW if args.enable_mixed_chunk else 0
-    return _predicted(args)
+    @cached_property
+    def tokens(self) -> int:
+        """New tokens that a step with running requests may have; 0 where nothing is mixed.
+
+        Without a GPU there are no decode graphs, so nothing is mixed unless it is asked for.
+        """
+        asked = self.options.mixed_tokens
+        if asked == 0 or self.obstacle is not None:
+            return 0
+        if asked is not None:
+            return asked // STEP * STEP
+        if not on_gpu(self.args):
+            return LEAST_NEW if self.args.enable_mixed_chunk else 0
+        return _predicted(self.args)
 
 
 def _predicted(args: ResolvedArgs) -> int:
     """What `allowed` says of the deployment, and the least where that is not known."""
-    import torch
-
-    from sglang_mla_ext.predict.rates import Gpu
-    from sglang_mla_ext.predict.step import Deployment
-
     if installed.dp_attention_ranks(args) > 1:
         return MOST_NEW_ALONE
     name = gpu_config_of(torch.cuda.get_device_name())

@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
 from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs
+from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.kernels.constants import LATENT_DIMS, supports_heads
 
 
-class HeadSizes(NamedTuple):
-    """Of a model's attention: dimensions of a head's content, rotary part and values, of a latent row without its
-    rotary part, and heads on a GPU."""
-
-    nope: int
-    rope: int
-    v: int
-    rank: int
-    heads: int
+def findings(server: Server) -> Iterator[Finding]:
+    """Refuse models with parts that are not computed here, and what does not go with a model."""
+    yield from _unknown_parts(server)
+    yield from beside_linear_layers(server.args)
 
 
-def head_sizes(args: ResolvedArgs, config: Any) -> HeadSizes | None:
-    """From a Hugging Face configuration; None where it lacks one."""
-    config = _text_config(config)
-    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "num_attention_heads")
-    found: list[Any] = [getattr(config, name, None) for name in names]
-    if None in found:
-        return None
-    nope, rope, v, rank, heads = found
-    return HeadSizes(nope, rope, v, rank, heads // (args.tp_size // installed.dp_attention_ranks(args)))
+def _unknown_parts(server: Server) -> list[Finding]:
+    from sglang.srt.configs.model_config import is_deepseek_dsa
 
-
-def _text_config(config: Any) -> Any:
-    return getattr(config, "text_config", None) or config
-
-
-def findings(args: ResolvedArgs, on_gpu: bool) -> list[Finding]:
-    """Refuse models with parts that are not computed here."""
-    if not installed.uses_mla(args):
+    if not installed.uses_mla(server.args):
         text = "the model does not use Multi-head Latent Attention: choose another --attention-backend."
         return [Finding("no MLA", text)]
-    config = installed.model_config(args)
-    if _is_sparse(config):
+    config = server.model_config
+    if is_deepseek_dsa(config):
         return [Finding("sparse", "the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")]
     if _has_no_rotation(config):
         text = (
@@ -53,7 +36,7 @@ def findings(args: ResolvedArgs, on_gpu: bool) -> list[Finding]:
         )
         return [Finding("no rotation", text)]
     architecture = config.architectures[0]
-    if (tree := installed.tree_of_linear_layers()) and installed.linear_layers(args) is not None:
+    if (tree := installed.tree_of_linear_layers()) and installed.linear_layers(server.args) is not None:
         text = (
             f"{architecture} has layers with linear attention beside Multi-head Latent Attention, and this SGLang "
             f"keeps its prefixes in a tree of another kind ({tree}): use SGLang 0.5.23 or newer, or choose another "
@@ -66,14 +49,13 @@ def findings(args: ResolvedArgs, on_gpu: bool) -> list[Finding]:
             "(DeepseekV2AttentionMLA), also with a gate at the output projection: choose another --attention-backend."
         )
         return [Finding("attention layers", text)]
-    return _sizes(args, config) if on_gpu else []
+    return _sizes(server) if server.device.on_gpu else []
 
 
-def beside_linear_layers(args: ResolvedArgs) -> list[Finding]:
+def beside_linear_layers(args: ResolvedArgs) -> Iterator[Finding]:
     """Refuse what does not go with layers with linear attention, where the model has them."""
     if installed.linear_layers(args) is None:
-        return []
-    found = []
+        return
     not_run = {
         "--speculative-algorithm": args.speculative_algorithm,
         "--hicache-storage-backend": args.hicache_storage_backend,
@@ -81,29 +63,28 @@ def beside_linear_layers(args: ResolvedArgs) -> list[Finding]:
     for flag, given in not_run.items():
         if given is not None:
             text = f"{flag} does not go with layers with linear attention yet, which this model has: remove it."
-            found.append(Finding(f"{flag} with linear layers", text))
+            yield Finding(f"{flag} with linear layers", text)
     if args.disaggregation_mode == "decode":
         # A prompt is inserted with a state at its end, and None says that there is none to insert
         # (MambaComponent.prepare_for_caching_req, mem_cache/unified_cache/components/mamba.py:649).
-        text = (
+        yield Finding(
+            "--disaggregation-mode with linear layers",
             "--disaggregation-mode decode shares nothing with layers with linear attention, which this model has: "
             "SGLang's decode servers put no prompt into their radix tree that came without states to keep. Choose "
-            "another --attention-backend for them."
+            "another --attention-backend for them.",
         )
-        found.append(Finding("--disaggregation-mode with linear layers", text))
     if args.enable_hierarchical_cache and args.hicache_mem_layout == "layer_first":
         # SGLang only asserts that (MambaPoolHost.__init__, mem_cache/pool_host/mamba.py:119).
-        text = (
+        yield Finding(
+            "--hicache-mem-layout with linear layers",
             "--hicache-mem-layout layer_first does not go with layers with linear attention, which this model has: "
-            "SGLang keeps their states on the host in page_first and page_first_direct alone. Use one of these."
+            "SGLang keeps their states on the host in page_first and page_first_direct alone. Use one of these.",
         )
-        found.append(Finding("--hicache-mem-layout with linear layers", text))
-    return found
 
 
-def _sizes(args: ResolvedArgs, config: Any) -> list[Finding]:
+def _sizes(server: Server) -> list[Finding]:
     """Sizes that FlashMLA does not take, or no kernel of ours for Hopper, so that every step would be SGLang's."""
-    if (sizes := head_sizes(args, config)) is None:
+    if (sizes := server.head_sizes) is None:
         return []
     nope, rope, v, rank, heads = sizes
     if (rank, rope) != LATENT_DIMS:
@@ -122,16 +103,11 @@ def _sizes(args: ResolvedArgs, config: Any) -> list[Finding]:
     return [Finding("sizes", text)]
 
 
-def _is_sparse(config: Any) -> bool:
-    from sglang.srt.configs.model_config import is_deepseek_dsa
-
-    return bool(is_deepseek_dsa(config))
-
-
 def scales_queries(args: ResolvedArgs) -> bool:
     """Whether the model scales its queries by their positions, as Mistral Large 3 does. SGLang does it where a backend
     takes whole queries, between absorption and attention."""
-    return bool(getattr(_text_config(installed.model_config(args)), "llama_4_scaling", None))
+    config = installed.model_config(args)
+    return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))
 
 
 def _has_no_rotation(config: Any) -> bool:

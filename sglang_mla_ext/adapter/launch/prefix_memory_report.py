@@ -6,17 +6,12 @@ parallelism.
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple
-
-import torch
 
 from sglang_mla_ext.adapter.launch import sharded_prefixes
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.prefix.memory.default import default_bytes
-
-logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 26_472
 """Tokens of TyphoonMLA's longest system prompt, which docs/performance.md measures with."""
@@ -56,39 +51,25 @@ class PrefixMemoryReport(NamedTuple):
         )
         if self.tokens == PROMPT_TOKENS:
             return f"{found}."
-        return f"{found}; all take {PROMPT_TOKENS * self.token_bytes / (1 << 30):.1f} GiB. {self._advice()}"
-
-    def _advice(self) -> str:
         ways = {
             "--hybrid-mla-prefix-dtype fp8_e4m3 (half the size)": self.element_bytes == 2,
             "--hybrid-mla-dp-routing prefix (one prompt, one rank)": not self.routes and self.ranks == 1,
             f"{sharded_prefixes.FLAG} auto (one copy for all ranks)": self.ranks == 1 and self.may_shard,
             "no --enable-dp-attention (heads divided among ranks)": True,
         }
-        return f"To hold more: {'; '.join(way for way, helps in ways.items() if helps)}."
-
-
-def log(found: PrefixMemoryReport) -> None:
-    """Log it: a warning where the prompt does not fit."""
-    logger.log(logging.INFO if found.tokens == PROMPT_TOKENS else logging.WARNING, "hybrid_mla: %s", found)
-
-
-def predicted(server: Server) -> str | None:
-    """The same before a server starts, from its model's weights; None without DP attention, and where the model or the
-    GPU is not known so well, or has no memory left."""
-    found = _predicted(server)
-    return None if found is None else f"predicted {found}"
+        more = "; ".join(way for way, helps in ways.items() if helps)
+        return f"{found}; all take {PROMPT_TOKENS * self.token_bytes / (1 << 30):.1f} GiB. To hold more: {more}."
 
 
 def caveat(server: Server) -> str | None:
     """Return that decode gains nothing, as by default with DP attention where a rank has too many heads for grouped
     absorb, and no memory is taken for expanded prefixes; None where it may gain."""
     options = server.options
-    if server.dp_ranks == 1 or not options.mode_expands or server.prefix_ranks > 1:
+    if server.ranks.dp == 1 or not options.mode_expands or server.ranks.sharding > 1:
         return None
     if (sizes := server.head_sizes) is not None and sizes.heads in STACKED_HEADS:
         return None
-    found = _predicted(server)
+    found = predicted(server)
     if options.prefix_memory_gb is not None or (found is not None and found.budget_bytes):
         return None
     return (
@@ -97,18 +78,20 @@ def caveat(server: Server) -> str | None:
     )
 
 
-def _predicted(server: Server) -> PrefixMemoryReport | None:
+def predicted(server: Server) -> PrefixMemoryReport | None:
+    """The same before a server starts, from its model's weights; None without DP attention, and where the model or the
+    GPU is not known so well, or has no memory left."""
     from sglang_mla_ext.predict.memory import state_share, weight_bytes
 
-    options = server.options
-    if server.dp_ranks == 1 or not options.may_expand:
+    options, memory_bytes = server.options, server.device.memory_bytes
+    if server.ranks.dp == 1 or not options.may_expand or memory_bytes is None:
         return None
     try:
         of = server.deployment()
         weights, token_bytes = weight_bytes(of), of.cost.expanded_token_bytes * of.dims.num_layers
     except (ValueError, KeyError, TypeError):
         return None
-    left = torch.cuda.get_device_properties(0).total_memory * server.args.mem_fraction_static - weights
+    left = memory_bytes * server.args.mem_fraction_static - weights
     kv_bytes = int(left * (1 - state_share(of)))
     if kv_bytes <= 0:
         return None
@@ -118,4 +101,6 @@ def _predicted(server: Server) -> PrefixMemoryReport | None:
     else:
         budget = default_bytes(kv_bytes, 0, token_bytes, always=options.mode == "naive")
     sizes = of.cost.expanded_heads, of.dims.num_layers, of.expanded_element_bytes
-    return PrefixMemoryReport(budget, token_bytes, *sizes, routes, of.cost.ranks, server.sharding_obstacle is None)
+    return PrefixMemoryReport(
+        budget, token_bytes, *sizes, routes, of.cost.ranks, server.ranks.sharding_obstacle is None
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs
+from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -15,34 +17,60 @@ if TYPE_CHECKING:
 FLAG = "--hybrid-mla-prefix-sharding"
 
 
-def obstacle(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
-    """Return what keeps ranks from sharding prefixes; None where nothing does."""
-    ranks = installed.dp_attention_ranks(args)
-    if ranks == 1:
-        return "a server without DP attention (--enable-dp-attention)"
-    heads = installed.model_config(args).get_text_config().num_attention_heads
-    reasons = {
-        # Ranks that share the heads of a request would have to exchange in groups of their own.
-        f"--dp-size {ranks} that is not --tp-size {args.tp_size}": ranks != args.tp_size,
-        f"{heads} heads, which {ranks} ranks do not divide": heads % ranks > 0,
-        "a mode or a budget that never expands": not options.may_expand,
-        "--disaggregation-mode": args.disaggregation_mode != "null",
-        "--elastic-ep-backend": args.elastic_ep_backend is not None,
-        # Each rank picks a graph of its own size (sgl-project/sglang#30242).
-        "--moe-dense-tp-size with --enable-dp-lm-head and --moe-a2a-backend": args.moe_dense_tp_size is not None
-        and bool(args.enable_dp_lm_head)
-        and args.moe_a2a_backend not in (None, "none"),
-        "decode without CUDA graphs": on_gpu and args.cuda_graph_config.decode.backend == "disabled",
-        "a CPU, whose ranks have no memory in common (peers)": options.prefix_sharding == "peers" and not on_gpu,
-        "ranks on several nodes (peers)": options.prefix_sharding == "peers" and args.nnodes > 1,
-        "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+@dataclass(frozen=True)
+class Ranks:
+    """A server's ranks, and which of them shard expanded prefixes."""
 
+    args: ResolvedArgs
+    options: HybridMLAOptions
 
-def may_store(args: ResolvedArgs, options: HybridMLAOptions) -> bool:
-    """Whether ranks that hold prefixes together exchange by stores into each other's memory, if their GPUs reach it."""
-    return options.prefix_sharding == "peers" or (options.prefix_sharding == "auto" and args.nnodes == 1)
+    @cached_property
+    def dp(self) -> int:
+        """Ranks of DP attention with requests of their own; 1 without it."""
+        return int(installed.dp_attention_ranks(self.args))
+
+    @cached_property
+    def sharding_obstacle(self) -> str | None:
+        """Return what keeps ranks from sharding expanded prefixes; None where nothing does."""
+        if self.dp == 1:
+            return "a server without DP attention (--enable-dp-attention)"
+        args, gpu, peers = self.args, on_gpu(self.args), self.options.prefix_sharding == "peers"
+        heads = installed.model_config(args).get_text_config().num_attention_heads
+        reasons = {
+            # Ranks that share the heads of a request would have to exchange in groups of their own.
+            f"--dp-size {self.dp} that is not --tp-size {args.tp_size}": self.dp != args.tp_size,
+            f"{heads} heads, which {self.dp} ranks do not divide": heads % self.dp > 0,
+            "a mode or a budget that never expands": not self.options.may_expand,
+            "--disaggregation-mode": args.disaggregation_mode != "null",
+            "--elastic-ep-backend": args.elastic_ep_backend is not None,
+            # Each rank picks a graph of its own size (sgl-project/sglang#30242).
+            "--moe-dense-tp-size with --enable-dp-lm-head and --moe-a2a-backend": args.moe_dense_tp_size is not None
+            and bool(args.enable_dp_lm_head)
+            and args.moe_a2a_backend not in (None, "none"),
+            "decode without CUDA graphs": gpu and args.cuda_graph_config.decode.backend == "disabled",
+            "a CPU, whose ranks have no memory in common (peers)": peers and not gpu,
+            "ranks on several nodes (peers)": peers and args.nnodes > 1,
+            "--disable-cuda-graph-padding": gpu and bool(args.disable_cuda_graph_padding),
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
+
+    @property
+    def sharding(self) -> int:
+        """Ranks that shard expanded prefixes; 1 where each holds its own."""
+        return 1 if self.options.prefix_sharding == "off" or self.sharding_obstacle is not None else self.dp
+
+    @property
+    def sharding_warning(self) -> str | None:
+        """Why sharding is asked for in vain."""
+        if self.options.prefix_sharding == "off" or self.sharding_obstacle is None:
+            return None
+        return f"{FLAG} {self.options.prefix_sharding} has no effect here, because of {self.sharding_obstacle}."
+
+    @property
+    def may_store(self) -> bool:
+        """Return whether ranks that shard prefixes may exchange by stores, if their GPUs reach each other."""
+        way = self.options.prefix_sharding
+        return way == "peers" or (way == "auto" and self.args.nnodes == 1)
 
 
 def set_environment(environment: MutableMapping[str, str]) -> None:

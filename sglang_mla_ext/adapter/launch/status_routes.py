@@ -87,30 +87,16 @@ def add_routes(app: FastAPI) -> None:
         return
     asking = Asking()
 
+    # Load balancers and monitors ask for the head alone; the server leaves out the body.
+    @app.head(STATUS_PATH, response_model=None, include_in_schema=False)
+    @app.get(STATUS_PATH, summary="What the attention backend hybrid_mla shares now.")
     async def hybrid_mla_status() -> status.Status:
         return await asking.status()
 
+    @app.head(PAGE_PATH, response_model=None, include_in_schema=False)
+    @app.get(PAGE_PATH, response_model=None, response_class=HTMLResponse, summary="The same as a page.")
     async def hybrid_mla_page() -> HTMLResponse:
         return HTMLResponse(page(), headers=HEADERS)
-
-    app.add_api_route(
-        STATUS_PATH,
-        hybrid_mla_status,
-        methods=["GET"],
-        response_model=status.Status,
-        summary="What the attention backend hybrid_mla shares now.",
-    )
-    app.add_api_route(
-        PAGE_PATH,
-        hybrid_mla_page,
-        methods=["GET"],
-        response_model=None,
-        response_class=HTMLResponse,
-        summary="The same as a page.",
-    )
-    # Load balancers and monitors ask for the head alone; the server leaves out the body.
-    for path, answer in ((STATUS_PATH, hybrid_mla_status), (PAGE_PATH, hybrid_mla_page)):
-        app.add_api_route(path, answer, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 def page() -> bytes:

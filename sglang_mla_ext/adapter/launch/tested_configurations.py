@@ -116,17 +116,16 @@ def tested(parts: Mapping[str, int], version: str) -> Tested:
 
 def parts_of(server: Server) -> dict[str, int]:
     """The parts of a server on GPUs, with the ranks that each has."""
-    args, ranks, experts = server.args, server.ranks, server.args.moe_a2a_backend
-    dp_attention, sharded = server.dp_ranks > 1, server.prefix_ranks > 1
-    mixed = server.options.mixed_tokens != 0 and server.mixing_obstacle is None
-    prefill, _ = server.backends
+    args, ranks, experts = server.args, server.args.tp_size, server.args.moe_a2a_backend
+    dp_attention, sharded = server.ranks.dp > 1, server.ranks.sharding > 1
+    mixed = server.options.mixed_tokens != 0 and server.mixing.obstacle is None
     asked: dict[str, Any] = {
         SERVER: 1,
         server.model_config.architectures[0]: 1,
         DP_ATTENTION: dp_attention and ranks,
-        GROUPS: dp_attention and server.dp_ranks < ranks and ranks,
+        GROUPS: dp_attention and server.ranks.dp < ranks and ranks,
         SHARDED: sharded and ranks,
-        PEERS: sharded and server.may_store and ranks,
+        PEERS: sharded and server.ranks.may_store and ranks,
         TENSOR: ranks > 1 and not dp_attention and ranks,
         REPLICAS: args.dp_size > 1 and not dp_attention and args.dp_size,
         NODES: args.nnodes > 1 and ranks,
@@ -137,12 +136,12 @@ def parts_of(server: Server) -> dict[str, int]:
         FP8_CACHE: server.fp8_cache and ranks,
         HOST_CACHE: args.enable_hierarchical_cache and ranks,
         STORAGE.format(args.hicache_storage_backend): args.hicache_storage_backend and ranks,
-        PREFILL_BY.format(prefill): not server.owns_prefill and ranks,
+        PREFILL_BY.format(server.prefill.backend): not server.prefill.is_ours and ranks,
         ROLE_BY.format(args.disaggregation_transfer_backend): args.disaggregation_mode != "null" and ranks,
         EXPERTS_BY.format(experts): experts not in (None, "none") and ranks,
         "expert parallelism": args.ep_size > 1 and ranks,
         COMPILED: args.enable_torch_compile and ranks,
-        PREFILL_GRAPHS: server.prefill_graphs != "disabled" and ranks,
-        TRANSIENT: (server.options.transient_tokens or server.expands_transiently) and ranks,
+        PREFILL_GRAPHS: server.prefill.graphs != "disabled" and ranks,
+        TRANSIENT: (server.options.transient_tokens or server.prefill.expands_transiently) and ranks,
     }
     return {name: int(ranks) for name, ranks in asked.items() if ranks}

@@ -152,7 +152,7 @@ class ShardedSteps:
         if not any(requests):
             return
         if info.is_extend_in_batch:
-            self._counters.not_sharded[NotSharded.RANK_PREFILLING.value] += 1
+            self._counters.not_sharded[NotSharded.RANK_PREFILLING.code] += 1
             return
         each, reason = self._requests_of_each(requests, info.can_run_decode_cuda_graph)
         if reason is None and self._without_vote:
@@ -174,7 +174,7 @@ class ShardedSteps:
                 if not decided.segments and self._member.asks_for_nothing:
                     self._without_vote = STEPS_OF_NOTHING
         if reason is not None:
-            self._counters.not_sharded[reason.value] += 1
+            self._counters.not_sharded[reason.code] += 1
         self._member.begin(self._plan)
 
     def shared_plan(self) -> ShardedPlan | None:
@@ -206,7 +206,7 @@ class ShardedSteps:
     def _plans_differ(self) -> None:
         """Plans were not the same on all ranks: vote again in the next step, and where that happens again and again,
         less and less often, because such a vote costs more than one in which nothing has changed."""
-        if not self._counters.not_sharded[NotSharded.PLANS_DIFFER.value]:
+        if not self._counters.not_sharded[NotSharded.PLANS_DIFFER.code]:
             logger.warning(
                 "hybrid_mla: ranks made different plans of the same reports and share nothing in this step. Please "
                 "report it, with the launch commands of all nodes."

@@ -116,7 +116,7 @@ class MixedRule:
         return self.most_rows - taken if taken <= MAX_ROWS else 0
 
     def count_refused(self, reason: NotMixed) -> None:
-        self._counters.not_mixed[reason.value] += 1
+        self._counters.not_mixed[reason.code] += 1
 
     def _is_sooner(self, batch: ScheduleBatch) -> bool:
         """Return whether that is predicted to be sooner than a pass of its own, with what is expanded now."""

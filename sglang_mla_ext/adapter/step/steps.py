@@ -213,7 +213,7 @@ class Steps:
         self._repair()
         self.pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
         if logged:
-            logger.warning("hybrid_mla: %s, plain absorb for the next %d forward passes", what.text, self.pause)
+            logger.warning("hybrid_mla: %s, plain absorb for the next %d forward passes", what.value, self.pause)
 
     def _repair(self) -> bool:
         """Do what is owed since a failure; whether nothing is owed any more. Scales are among it, whether or not the

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from flashinfer import BatchMLAPagedAttentionWrapper
+from torch import Tensor
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.pool import fp8_rows
@@ -41,7 +42,7 @@ class FlashInferTails:
         self._backend, self._dtype, first = backend, dtype, layers[0]
         self._scale, self._rank, self._rope = first.attn_mqa.scaling, first.kv_lora_rank, first.qk_rope_head_dim
         self._heads, self._fetches = first.num_local_heads, fp8_rows(backend.token_to_kv_pool) is not None
-        self._slots: torch.Tensor | None = None
+        self._slots: Tensor | None = None
 
     def plan(self, batch: ForwardBatch, starts: Sequence[int]) -> None:
         new = list(batch.extend_seq_lens_cpu)
@@ -51,8 +52,9 @@ class FlashInferTails:
         values = [*starts, *lens, 0, *accumulate(lens), 0, *accumulate(new)]
         host = torch.tensor(values, dtype=torch.int32, pin_memory=True)
         device = batch.seq_lens.device
-        start_on_device, lens_on_device, indptr_on_device, _ = self._parts(host.to(device, non_blocking=True), requests)
-        _, host_lens, kv_indptr, qo_indptr = self._parts(host, requests)
+        parts = [requests, requests, requests + 1, requests + 1]
+        start_on_device, lens_on_device, indptr_on_device, _ = host.to(device, non_blocking=True).split(parts)
+        _, host_lens, kv_indptr, qo_indptr = host.split(parts)
         slots = torch.empty(total, dtype=torch.int32, device=device)
         translator = self._backend.kv_index_translator
         ranges = dict(kv_start_idx=start_on_device, seq_lens=lens_on_device, indptr=indptr_on_device)
@@ -63,28 +65,17 @@ class FlashInferTails:
         sizes: tuple[Any, ...] = (self._heads, self._rank, self._rope, 1, True, self._scale, self._dtype, self._dtype)
         self._wrappers[0].plan(qo_indptr, kv_indptr, indices, host_lens, *sizes)
 
-    @staticmethod
-    def _parts(values: torch.Tensor, requests: int) -> tuple[torch.Tensor, ...]:
-        return tuple(values.split([requests, requests, requests + 1, requests + 1]))
-
-    def run(
-        self,
-        layer: RadixAttention,
-        q_absorbed: torch.Tensor,
-        q_rope: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
+    def run(self, layer: RadixAttention, q_absorbed: Tensor, q_rope: Tensor, out: Tensor, lse: Tensor) -> None:
         content, rope = self._rows(layer.layer_id).split([self._rank, self._rope], dim=-1)
         self._wrappers[0].run(
             q_absorbed, q_rope, content, rope, out=out, lse=lse, return_lse=True, return_lse_base_on_e=True
         )
 
-    def _rows(self, layer_id: int) -> torch.Tensor:
+    def _rows(self, layer_id: int) -> Tensor:
         """`[slots, 1, kv_lora_rank + qk_rope_head_dim]`: the pool, or the rows that the plan names, fetched from it."""
         pool = self._backend.token_to_kv_pool
         if not self._fetches:
-            pages: torch.Tensor = pool.get_key_buffer(layer_id)
+            pages: Tensor = pool.get_key_buffer(layer_id)
             return pages
         fp8 = fp8_rows(pool)
         assert self._slots is not None and fp8 is not None, "planned, over an FP8 cache"

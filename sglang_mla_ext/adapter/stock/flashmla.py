@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
+from torch import Tensor
 
 from sglang_mla_ext.adapter.step.layer import absorbs_prefill
 from sglang_mla_ext.kernels.constants import LN2
@@ -50,7 +51,7 @@ class PlannedAtRun:
             self._plan = None
 
 
-def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+def with_rows(x: Tensor, rows: int) -> Tensor:
     """`x`, with zeros as its last rows if it has less than `rows`."""
     return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
@@ -74,13 +75,7 @@ class FlashMLAStock:
                 layer.chunked_prefix_cache_threshold = 0  # shorter cached prefixes than this take absorb
 
     def extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool
     ) -> Any:
         """FlashInfer's lse is base 2, and SGLang 0.5.17 merges the parts of a long prefix as if it were not
         (sgl-project/sglang#40903). Nor does FlashInfer take the rows that SGLang adds where ranks divide heads and

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+    from torch import Tensor
 
 
 class PrefillTails(Protocol):
@@ -26,14 +26,7 @@ class PrefillTails(Protocol):
         """
         ...
 
-    def run(
-        self,
-        layer: RadixAttention,
-        q_absorbed: torch.Tensor,
-        q_rope: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
+    def run(self, layer: RadixAttention, q_absorbed: Tensor, q_rope: Tensor, out: Tensor, lse: Tensor) -> None:
         """Attend in one layer.
 
         Args:
@@ -55,13 +48,7 @@ class Stock(Protocol):
     decodes: bool
 
     def extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool
     ) -> Any:
         """A prefill step's attention, of whole queries and keys: `out`, or `(out, lse)` with a natural logarithm where
         SGLang asks for it."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch import Tensor
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.cpu import extend
@@ -29,7 +30,7 @@ class TorchTails:
 
     def __init__(self, backend: TorchNativeAttnBackend) -> None:
         self._backend = backend
-        self._ranges: list[tuple[torch.Tensor, int]] = []  # of each request: slots of its tail, and its new tokens
+        self._ranges: list[tuple[Tensor, int]] = []  # of each request: slots of its tail, and its new tokens
 
     def plan(self, batch: ForwardBatch, starts: Sequence[int]) -> None:
         req_to_token = self._backend.req_to_token_pool.req_to_token
@@ -39,14 +40,7 @@ class TorchTails:
             for row, start, (cached, new) in zip(batch.req_pool_indices.tolist(), starts, lens, strict=True)
         ]
 
-    def run(
-        self,
-        layer: RadixAttention,
-        q_absorbed: torch.Tensor,
-        q_rope: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
+    def run(self, layer: RadixAttention, q_absorbed: Tensor, q_rope: Tensor, out: Tensor, lse: Tensor) -> None:
         pool, first = self._backend.token_to_kv_pool, 0
         fp8 = fp8_rows(pool)
         for slots, new in self._ranges:
@@ -73,13 +67,7 @@ class TorchStock:
         self.decodes = fp8_rows(runner.token_to_kv_pool) is None
 
     def extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool
     ) -> Any:
         """SGLang's absorb, or with keys per head the new tokens of each request among themselves, and their lse.
 
@@ -112,9 +100,7 @@ class TorchStock:
         """Nothing may be left: SGLang has no CPU version of its loop over the rest."""
         return list(prefix_lens) == list(covered)
 
-    def _extend_over_fp8(
-        self, q: torch.Tensor, k: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
+    def _extend_over_fp8(self, q: Tensor, k: Tensor, layer: RadixAttention, forward_batch: ForwardBatch) -> Tensor:
         """Absorb in prefill: new tokens over what is cached, read by its slots, and over themselves.
 
         Args:

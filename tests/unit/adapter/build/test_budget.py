@@ -108,7 +108,12 @@ def test_what_prefill_expands_for_itself_by_default(
     server = configurator(monkeypatch, 128, BF16)
     model.attention_layers(server)[0].kv_b_proj = SimpleNamespace(weight=None)
     server.server_args = server_args(
-        enable_dp_attention=ranks > 1, dp_size=ranks, tp_size=ranks, attn_dp_size=ranks, enable_hierarchical_cache=False
+        device="cuda",
+        enable_dp_attention=ranks > 1,
+        dp_size=ranks,
+        tp_size=ranks,
+        attn_dp_size=ranks,
+        enable_hierarchical_cache=False,
     )
     found = budget.with_default(available * GIB, server, options(**given))
     taken = budget.transient_bytes(*model.described(server, options()), tokens)
@@ -157,7 +162,7 @@ def configurator(monkeypatch: pytest.MonkeyPatch, heads: int, cache: torch.dtype
         model_dtype=torch.bfloat16,
         model_config=SimpleNamespace(context_len=context_len),
         resolve_max_num_reqs=lambda token_capacity: min(4096, token_capacity),
-        server_args=server_args(),
+        server_args=server_args(device="cuda"),
     )
 
 
@@ -200,7 +205,7 @@ def test_verify_steps_have_the_rows_of_their_requests_and_no_more_tables(
         budget,
         "latent_kind",
         lambda fp8: SimpleNamespace(
-            workspace_bytes_for=lambda sizes: found.append(sizes) or kind.workspace_bytes_for(sizes)
+            workspace_bytes_for=lambda sizes, programs: found.append(sizes) or kind.workspace_bytes_for(sizes, programs)
         ),
     )
     taken = {}
@@ -208,7 +213,9 @@ def test_verify_steps_have_the_rows_of_their_requests_and_no_more_tables(
         server = configurator(monkeypatch, 128, cache)
         server.resolve_max_num_reqs = lambda token_capacity, requests=requests: requests
         if queries > 1:
-            server.server_args = server_args(speculative_algorithm="EAGLE", speculative_num_draft_tokens=queries)
+            server.server_args = server_args(
+                device="cuda", speculative_algorithm="EAGLE", speculative_num_draft_tokens=queries
+            )
         taken[requests, queries] = budget.buffer_bytes(server, options(mode="naive", mixed_tokens=0))
     assert [(sizes.max_rows, sizes.sharing_requests) for sizes in found] == [(48, 48), (192, 48), (1024, 256)]
     assert [sizes.max_tokens - (1 << 17) for sizes in found] == [0, 8, 8]
@@ -333,15 +340,14 @@ def test_the_latent_part_allocates_no_more_than_it_says_beforehand(
         max_rows=12,
         max_requests=64,
         max_tokens=1000,
-        programs=9,
         query_tokens=queries,
     )
-    fresh = world._build.stock_and_latent(None, None, None, queries, SimpleNamespace(fall_back=print))[1]
+    fresh = world._build.stock_and_latent(None, None, sizes, SimpleNamespace(fall_back=print))[1]
     assert fresh.workspace_bytes == kept() == 0
-    fresh.allocate(12, 64, 1000)
+    fresh.allocate()
     assert (fresh.grouped_page is not None) == grouped
-    assert 0 < kept() == fresh.workspace_bytes <= type(fresh).workspace_bytes_for(sizes)
-    assert type(fresh).workspace_bytes_for(sizes) < 1.1 * fresh.workspace_bytes + 4096
+    assert 0 < kept() == fresh.workspace_bytes <= type(fresh).workspace_bytes_for(sizes, 9)
+    assert type(fresh).workspace_bytes_for(sizes, 9) < 1.1 * fresh.workspace_bytes + 4096
 
 
 @pytest.mark.parametrize("world", [False, True], indirect=True, ids=["float32", "fp8"])

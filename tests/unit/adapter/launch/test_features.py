@@ -11,11 +11,11 @@ from packaging.version import Version
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.contract import ContractError
 from sglang_mla_ext.adapter.compat.table import Changes, Feature, Table
-from sglang_mla_ext.adapter.launch import features
+from sglang_mla_ext.adapter.launch.resolved import asked_for
 
 HERE = contract.table()
 """What is used of the installed release."""
-PRODUCTION = features.asked_for(test_limits.server_args(), on_gpu=True)
+PRODUCTION = asked_for(test_limits.server_args())
 USED = {use.feature for use in HERE.uses}
 OTHERS = [feature for feature in Feature if feature in USED - PRODUCTION]
 
@@ -81,8 +81,8 @@ def test_every_server_or_some() -> None:
 )
 def test_what_is_asked_for(changes: dict[str, Any], more: Feature | None) -> None:
     args = test_limits.server_args(**changes)
-    assert features.asked_for(args, on_gpu=True) == {*PRODUCTION, *([more] if more else [])}
-    assert features.asked_for(args, on_gpu=False) - {more} == {Feature.BASE, Feature.CPU}
+    assert asked_for(args) == {*PRODUCTION, *([more] if more else [])}
+    assert asked_for(test_limits.on(False, args)) - {more} == {Feature.BASE, Feature.CPU}
 
 
 def test_hooks_go_where_the_release_has_them(monkeypatch: pytest.MonkeyPatch) -> None:

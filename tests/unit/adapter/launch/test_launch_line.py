@@ -92,7 +92,7 @@ def refused(**changes: object) -> Finding:
     """The last finding."""
     args = test_limits.server_args(**changes)
     with pytest.raises(limits.Refusal) as error:
-        limits.set_defaults(args, on_gpu=True)
+        limits.set_defaults(args)
         test_limits.check(args, test_limits.HOPPER)
     assert str(error.value).splitlines()[-1].strip() == error.value.findings[-1].text
     return error.value.findings[-1]

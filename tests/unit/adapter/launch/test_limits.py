@@ -147,13 +147,22 @@ def server_args(
     return SimpleNamespace(**{**values, **changes})
 
 
-def server(args: Any, on_gpu: bool = True, memory_bytes: int | None = None) -> Server:
-    """With the options of the environment."""
-    return Server.of(args, HybridMLAOptions.from_env(), on_gpu, memory_bytes)
+def on(gpu: bool, args: Any) -> Any:
+    """The same arguments on a device."""
+    return SimpleNamespace(**{**vars(args), "device": "cuda" if gpu else "cpu"})
+
+
+def server(args: Any, on_gpu: bool = True, memory_bytes: int | None = None, **options: Any) -> Server:
+    """With the options of the environment, or these, and a GPU of this size."""
+    made = Server.of(on(on_gpu, args), HybridMLAOptions(**options) if options else HybridMLAOptions.from_env())
+    vars(made.device).update(memory_bytes=memory_bytes, capability=HOPPER if on_gpu else None)
+    return made
 
 
 def check(args: Any, compute_capability: tuple[int, int] | None) -> None:
-    limits.check(server(args, compute_capability is not None), compute_capability)
+    made = server(args, compute_capability is not None)
+    vars(made.device)["capability"] = compute_capability
+    limits.check(made)
 
 
 def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> str:
@@ -412,9 +421,9 @@ def test_the_draft_models_backend(
     if becomes == "flashmla":
         becomes = limits.installed.mla_draft_backend(fp8=False)
     for on_gpu, expected in ((True, becomes), (False, on_a_cpu)):
-        args = server_args(speculative_algorithm=algorithm, speculative_draft_attention_backend=given)
+        args = on(on_gpu, server_args(speculative_algorithm=algorithm, speculative_draft_attention_backend=given))
         args.override = lambda source, args=args, **fields: vars(args).update(fields)
-        limits.set_draft_backend(args, on_gpu)
+        limits.set_draft_backend(args)
         assert limits.installed.resolved(args).speculative_draft_attention_backend == expected
 
 
@@ -424,7 +433,7 @@ def test_the_draft_models_backend(
 )
 def test_drafts_are_verified_by_the_decode_backend(prefill: str, algorithm: str | None, mode: str) -> None:
     args = server_args((prefill, "hybrid_mla"), speculative_algorithm=algorithm)
-    limits.set_defaults(args, on_gpu=True)
+    limits.set_defaults(args)
     assert args.speculative_attention_mode == mode
 
 
@@ -440,9 +449,9 @@ def test_drafts_are_verified_by_the_decode_backend(prefill: str, algorithm: str 
 def test_drafts_that_sglang_would_refuse_without_advice(changes: dict[str, Any], expected: str, on_gpu: bool) -> None:
     """As it refuses trees of drafts over pages of 64."""
     with pytest.raises(OptionError) as error:
-        limits.set_defaults(server_args(**changes), on_gpu)
+        limits.set_defaults(on(on_gpu, server_args(**changes)))
     assert expected in str(error.value)
-    limits.set_defaults(server_args(speculative_algorithm="nextn"), on_gpu)
+    limits.set_defaults(on(on_gpu, server_args(speculative_algorithm="nextn")))
 
 
 def test_an_fp8_cache_that_the_checkpoint_asks_for_is_checked_too() -> None:
@@ -450,16 +459,16 @@ def test_an_fp8_cache_that_the_checkpoint_asks_for_is_checked_too() -> None:
     args = server_args(backends=("flashmla", "hybrid_mla"), cuda_graph_config=graphs("disabled"))
     check(args, HOPPER)
     with pytest.raises(OptionError, match="prefill runs flashmla"):
-        limits.check_fp8_cache(args, on_gpu=True)
-    limits.check_fp8_cache(server_args(cuda_graph_config=graphs("disabled")), on_gpu=True)
+        limits.check_dtypes(args, torch.bfloat16, fp8_cache=True)
+    limits.check_dtypes(server_args(cuda_graph_config=graphs("disabled")), torch.bfloat16, fp8_cache=True)
 
 
 def test_a_checkpoint_in_float16_is_refused_when_its_dtype_is_known() -> None:
     """`--dtype auto` passes at launch, and SGLang finds the dtype in the checkpoint."""
     with pytest.raises(OptionError, match=r"cannot run like this:\n  the model runs in float16.*: use --dtype bf"):
-        limits.check_dtype(torch.float16)
+        limits.check_dtypes(server_args(), torch.float16, fp8_cache=False)
     for dtype in (torch.bfloat16, torch.float32):
-        limits.check_dtype(dtype)
+        limits.check_dtypes(server_args(), dtype, fp8_cache=False)
 
 
 def test_an_fp8_cache_on_a_cpu_server_has_no_graphs_to_look_at() -> None:
@@ -518,16 +527,16 @@ def test_is_asked_for(backends: tuple[str, str], asked: bool) -> None:
     [(None, True, 64), (64, True, 64), (None, False, None), (1, False, 1)],
 )
 def test_page_size(given: int | None, on_gpu: bool, becomes: int | None) -> None:
-    args = server_args(page_size=given)
-    limits.set_defaults(args, on_gpu)
+    args = on(on_gpu, server_args(page_size=given))
+    limits.set_defaults(args)
     assert args.page_size == becomes
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "auto"])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_prefill_graphs_are_off_where_they_are_not_shared_in(dtype: str, on_gpu: bool) -> None:
-    args = server_args(kv_cache_dtype=dtype, page_size=None)
-    limits.set_defaults(args, on_gpu)
+    args = on(on_gpu, server_args(kv_cache_dtype=dtype, page_size=None))
+    limits.set_defaults(args)
     assert args.disable_prefill_cuda_graph is (on_gpu and not limits.installed.shares_in_prefill_graphs())
 
 
@@ -542,13 +551,13 @@ def test_prefill_graphs_are_off_where_they_are_not_shared_in(dtype: str, on_gpu:
 )
 def test_what_sglang_would_refuse_without_our_name(changes: dict[str, Any], flag: str, on_gpu: bool) -> None:
     with pytest.raises(OptionError) as error:
-        limits.set_defaults(server_args(**changes), on_gpu)
+        limits.set_defaults(on(on_gpu, server_args(**changes)))
     assert f"{flag} is not supported, how a prefix is attended to depends on the batch: choose an" in str(error.value)
 
 
 def test_another_page_size_is_refused_on_a_gpu() -> None:
     with pytest.raises(OptionError, match="needs --page-size 64, not 16; remove the flag"):
-        limits.set_defaults(server_args(page_size=16), on_gpu=True)
+        limits.set_defaults(server_args(page_size=16))
 
 
 @pytest.mark.parametrize(("asked", "found"), [("119", []), ("120", ["--hybrid-mla-prefix-memory-gb"])])
@@ -556,7 +565,7 @@ def test_a_budget_larger_than_the_gpu(monkeypatch: pytest.MonkeyPatch, asked: st
     monkeypatch.setenv("SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB", asked)
     args = server_args(mem_fraction_static=0.85)
     assert [each.code for each in limits._budget_findings(server(args, memory_bytes=141 << 30))] == found
-    assert limits._budget_findings(server(args)) == []
+    assert list(limits._budget_findings(server(args))) == []
 
 
 @pytest.mark.parametrize(("prefill", "options", "count"), [("fa3", {}, 1), ("hybrid_mla", {}, 0), ("fa3", ABSORB, 0)])

@@ -12,9 +12,7 @@ import torch
 from sglang_mla_ext.adapter import server
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.launch import mixed_steps
-from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.configs import read_config
-from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.predict.mixed import MOST_NEW
 
 MIXED = {"enable_mixed_chunk": True}
@@ -30,11 +28,10 @@ def model_without_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_new_tokens_are_not_mixed_beside_ngram_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
-    args, options = test_limits.server_args(), HybridMLAOptions(mixed_tokens=64)
     for used, tokens in ((False, 64), (True, 0)):
         config = SimpleNamespace(use_ngram_embedding=used)
         monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args, config=config: config, raising=False)
-        assert mixed_steps.tokens(args, options, on_gpu=True) == tokens
+        assert test_limits.server(test_limits.server_args(), mixed_tokens=64).mixing.tokens == tokens
 
 
 @pytest.mark.parametrize(
@@ -66,9 +63,10 @@ def test_how_many_tokens_are_mixed(
     changes: dict[str, Any], given: int | None, on_gpu: int, on_cpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU without rates")
-    args, options = test_limits.server_args(**changes), HybridMLAOptions(mixed_tokens=given)
-    assert [mixed_steps.tokens(args, options, on_gpu=each) for each in (True, False)] == [on_gpu, on_cpu]
-    assert (mixed_steps.obstacle(args, on_gpu=True) is None) == (on_gpu > 0 or not given)
+    args = test_limits.server_args(**changes)
+    mixings = [test_limits.server(args, each, mixed_tokens=given).mixing for each in (True, False)]
+    assert [each.tokens for each in mixings] == [on_gpu, on_cpu]
+    assert (mixings[0].obstacle is None) == (on_gpu > 0 or not given)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +80,13 @@ def test_how_many_is_predicted_for_a_known_gpu(
     config = SimpleNamespace(to_dict=lambda: read_config("checkpoints", model)["config"])
     monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args: config)
     args = test_limits.server_args(tp_size=tp)
-    assert least <= mixed_steps.tokens(args, HybridMLAOptions(), on_gpu=True) <= MOST_NEW
+    assert least <= test_limits.server(args).mixing.tokens <= MOST_NEW
 
 
 def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args: SimpleNamespace(to_dict=dict))
-    assert mixed_steps.tokens(test_limits.server_args(), HybridMLAOptions(), on_gpu=True) == mixed_steps.LEAST_NEW
+    assert test_limits.server(test_limits.server_args()).mixing.tokens == mixed_steps.LEAST_NEW
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,5 @@ def test_what_a_small_pass_takes_is_predicted_where_the_gpu_is_known(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     config = SimpleNamespace(to_dict=lambda: read_config("checkpoints", "deepseek-v3")["config"])
     monkeypatch.setattr(server.installed, "model_config", lambda args: config)
-    on_h200, on_cpu = (
-        Server.of(test_limits.server_args(tp_size=8), HybridMLAOptions(), on_gpu) for on_gpu in (True, False)
-    )
+    on_h200, on_cpu = (test_limits.server(test_limits.server_args(tp_size=8), on_gpu) for on_gpu in (True, False))
     assert on_h200.graph_layer_s == pytest.approx(0.5e-3, rel=0.2) and on_cpu.graph_layer_s == 0.35e-3

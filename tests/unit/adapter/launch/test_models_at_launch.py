@@ -14,7 +14,7 @@ from examined import examined_once
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
-from sglang_mla_ext.adapter.launch import mixed_steps, models
+from sglang_mla_ext.adapter.launch import models
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_what_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch, ch
         monkeypatch.setattr(models.installed, "linear_layers", lambda args, linear=linear: linear)
         found = models.beside_linear_layers(args)
         assert [each.code.endswith("with linear layers") for each in found] == [True] * count
-        assert (mixed_steps.obstacle(test_limits.server_args(), on_gpu=False) is None) is (linear is None)
+        assert (test_limits.server(test_limits.server_args(), on_gpu=False).mixing.obstacle is None) is (linear is None)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch, ch
 )
 def test_what_goes_with_linear_layers(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     monkeypatch.setattr(models.installed, "linear_layers", lambda args: object())
-    assert models.beside_linear_layers(test_limits.server_args(**changes)) == []
+    assert list(models.beside_linear_layers(test_limits.server_args(**changes))) == []
 
 
 def test_heads_of_other_sizes_work(examined: dict[str, Any]) -> None:
@@ -103,18 +103,17 @@ def test_heads_of_other_sizes_work(examined: dict[str, Any]) -> None:
 )
 def test_what_the_kernels_take(changes: dict[str, int], refused: list[str]) -> None:
     args = test_limits.server_args(dims=test_limits.DEEPSEEK | changes)
-    found = models._sizes(args, args.get_model_config().hf_config)
+    found = models._sizes(test_limits.server(args))
     assert [each.code for each in found] == refused
 
 
 def test_ranks_of_data_parallel_attention_have_more_heads() -> None:
     dims = test_limits.DEEPSEEK | {"qk_nope_head_dim": 40, "num_attention_heads": 48}
     args = test_limits.server_args(dims=dims, enable_dp_attention=True, dp_size=8)
-    config = args.get_model_config().hf_config
-    assert "has 48" in models._sizes(args, config)[0].text
+    assert "has 48" in models._sizes(test_limits.server(args))[0].text
     if contract.line() == "0.5.23":
         vars(args).update(enable_dp_attention=False, dp_size=1, attn_dp_size=8)
-        assert "has 48" in models._sizes(args, config)[0].text
+        assert "has 48" in models._sizes(test_limits.server(args))[0].text
 
 
 KNOWN = ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "LongcatFlash", "MistralLarge3"]

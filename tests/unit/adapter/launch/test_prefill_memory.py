@@ -9,7 +9,7 @@ import test_limits
 from test_sharded_prefixes_at_launch import EIGHT
 
 from sglang_mla_ext.adapter.launch import limits
-from sglang_mla_ext.adapter.launch.prefill_memory import VARIABLE
+from sglang_mla_ext.adapter.launch.limits import PREFILL_VARIABLE as VARIABLE
 
 H200_BYTES = 150_754_820_096
 

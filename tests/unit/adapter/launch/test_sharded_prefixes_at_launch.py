@@ -16,7 +16,6 @@ from sglang_mla_ext.adapter.build import expanding
 from sglang_mla_ext.adapter.launch import limits, sharded_prefixes
 from sglang_mla_ext.adapter.ranks import sharded
 from sglang_mla_ext.adapter.ranks.sharded import ShardedSteps
-from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.memory.pool import ExpandedPool
@@ -70,9 +69,9 @@ def test_where_prefixes_are_sharded(
     changes: dict[str, Any], given: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"prefix_sharding": "auto", **given}
-    args, options = server_args(**changes), HybridMLAOptions(**given)
-    assert Server.of(args, HybridMLAOptions(**given | {"prefix_sharding": "off"}), on_gpu=True).prefix_ranks == 1
-    assert Server.of(args, options, on_gpu=True).prefix_ranks == (8 if reason is None else 1)
+    args = server_args(**changes)
+    assert test_limits.server(args, **given | {"prefix_sharding": "off"}).ranks.sharding == 1
+    assert test_limits.server(args, **given).ranks.sharding == (8 if reason is None else 1)
     for name, value in given.items():
         monkeypatch.setenv(f"SGLANG_HYBRID_MLA_{name.upper()}", value)
     said = [each for each in limits.warnings(test_limits.server(args)) if sharded_prefixes.FLAG in each]
@@ -81,9 +80,9 @@ def test_where_prefixes_are_sharded(
 
 def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     args = server_args()
-    assert Server.of(args, HybridMLAOptions(prefix_sharding="auto"), on_gpu=False).prefix_ranks == 8
-    alone = Server.of(args, HybridMLAOptions(prefix_sharding="peers"), on_gpu=False)
-    assert alone.prefix_ranks == 1 and "a CPU" in alone.sharding_warning
+    assert test_limits.server(args, on_gpu=False, prefix_sharding="auto").ranks.sharding == 8
+    alone = test_limits.server(args, on_gpu=False, prefix_sharding="peers").ranks
+    assert alone.sharding == 1 and "a CPU" in alone.sharding_warning
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     [(1, "auto", True), (2, "auto", False), (1, "peers", True), (1, "nccl", False), (1, "off", False)],
 )
 def test_who_may_store_into_the_memory_of_others(nodes: int, how: str, expected: bool) -> None:
-    assert sharded_prefixes.may_store(server_args(nnodes=nodes), HybridMLAOptions(prefix_sharding=how)) == expected
+    assert test_limits.server(server_args(nnodes=nodes), prefix_sharding=how).ranks.may_store == expected
 
 
 def test_ranks_that_reach_no_others_memory_exchange_by_nccl(
@@ -148,7 +147,7 @@ class Rank:
             requests=range(1, 17),
             query_tokens=cost.query_tokens,
             can_share=lambda: True,
-            fail=lambda what, error: self.failures.append(what),
+            fail=lambda what, error: self.failures.append(what.code),
         )
         if graphs is not None:
             runner = SimpleNamespace(decode_cuda_graph_runner=SimpleNamespace(capture_bs=graphs))

@@ -8,9 +8,6 @@ import pytest
 import test_limits
 from test_sharded_prefixes_at_launch import EIGHT
 
-from sglang_mla_ext.adapter.launch import transient_expansion
-from sglang_mla_ext.options import HybridMLAOptions
-
 
 @pytest.mark.parametrize(
     ("changes", "given", "on_gpu", "expands"),
@@ -30,4 +27,4 @@ from sglang_mla_ext.options import HybridMLAOptions
 )
 def test_where_it_does(changes: dict[str, Any], given: dict[str, Any], on_gpu: bool, expands: bool) -> None:
     args = test_limits.server_args(**{**EIGHT, **changes})
-    assert transient_expansion.by_default(args, HybridMLAOptions(**given), on_gpu) == expands
+    assert test_limits.server(args, on_gpu, **given).prefill.expands_transiently == expands

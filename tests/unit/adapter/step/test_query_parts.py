@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.latent.protocol import LatentSizes
 from sglang_mla_ext.adapter.step import layer as mla_layer
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -22,6 +23,7 @@ from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
 ROWS, HEADS, RANK, ROPE, PAGE, PAGES = 3, 4, 32, 16, 64, 8
+SIZES = LatentSizes(HEADS, RANK, ROPE, torch.float32, False, ROWS, ROWS, 2 * PAGE)
 LENS = (70, 1, 64)
 FIRST_PAGES = (1, 3, 5)  # requests lie in consecutive slots from here on
 LAYER = SimpleNamespace(
@@ -143,7 +145,7 @@ def compose(stock: Any, latent: Any, planned: Plan | None) -> Any:
     passes.now = Pass(Kind.DECODE, Rows(ROWS), planned or Plan(0))
     shared = Shared() if planned else None
     rows = range(2, ROWS + 1) if planned else range(0)
-    latent.allocate(ROWS, ROWS, 2 * PAGE)
+    latent.allocate()
     return HybridMLABackend(stock, latent, shared, steps, layer_index={0: 5}, heads=HEADS, requests=rows)
 
 
@@ -216,8 +218,7 @@ def test_decode_by_flashmla(make_pool: Any, flashmla: Any, monkeypatch: pytest.M
     def make() -> Any:
         pool = make_pool(torch.float32)
         table = requests()["req_to_token"]
-        ways = dict(heads=HEADS, layer_id=0, kv_lora_rank=RANK, grouped=False, on_failure=None)
-        latent = flashmla.FlashMLALatent(pool, table, **ways)
+        latent = flashmla.FlashMLALatent(pool, table, SIZES, layer_id=0, on_failure=None)
         planned = Plan(ROWS, (Segment((0,), 0, PAGE, Mode.NAIVE, (0,)),))
         return compose(flashmla_stock(pool, monkeypatch), latent, planned if shares else None)
 
@@ -241,8 +242,7 @@ def test_prefill_by_flashmla_has_a_natural_lse(make_pool: Any, flashmla: Any, mo
     results = [(out, lse / math.log(2)), out]
     monkeypatch.setattr(FlashMLABackend, "forward_extend", lambda self, *args: results.pop(0))
     pool = make_pool(torch.float32)
-    ways = dict(heads=HEADS, layer_id=0, kv_lora_rank=RANK, grouped=False, on_failure=None)
-    latent = flashmla.FlashMLALatent(pool, requests()["req_to_token"], **ways)
+    latent = flashmla.FlashMLALatent(pool, requests()["req_to_token"], SIZES, layer_id=0, on_failure=None)
     backend = compose(flashmla_stock(pool, monkeypatch), latent, None)
     whole, _ = inputs(parts=False)
     found, found_lse = backend.forward_extend(*whole, LAYER, prefill_batch())
@@ -275,7 +275,7 @@ def test_a_step_that_is_no_decode_is_the_stock_backends(phase: str) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     class Latent:
-        def allocate(self, *sizes: int) -> None:
+        def allocate(self) -> None:
             pass
 
         def plan(self, *planned: Any) -> None:
