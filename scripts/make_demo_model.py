@@ -50,18 +50,17 @@ def main(
     of: Annotated[str, typer.Option(help=f"The model of --rank: {' or '.join(MODELS)}.")] = MODELS[0],
 ) -> None:
     """Write a small random checkpoint of DeepSeek-V3's architecture."""
-    if rank is not None:
-        if rank not in DIVIDED or of not in MODELS:
-            raise typer.BadParameter(f"--rank is one of {', '.join(DIVIDED)}, --of one of {', '.join(MODELS)}")
+    if rank is None:
+        sizes = layers or 2, heads, hidden, intermediate, q_lora_rank, vocab, max_positions
+        written = make(out, Settings(*sizes, seed, config_only, fp8_blocks, nextn, experts))
+    elif rank in DIVIDED and of in MODELS:
         try:
             written = make_rank(out, Rank(rank, layers or ALL_LAYERS[of], of))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        print(f"{out}: {'written' if written else 'up to date'}")
-        return
-    sizes = layers or 2, heads, hidden, intermediate, q_lora_rank, vocab, max_positions
-    settings = Settings(*sizes, seed, config_only, fp8_blocks, nextn, experts)
-    print(f"{out}: {'written' if make(out, settings) else 'up to date'}")
+    else:
+        raise typer.BadParameter(f"--rank is one of {', '.join(DIVIDED)}, --of one of {', '.join(MODELS)}")
+    print(f"{out}: {'written' if written else 'up to date'}")
 
 
 if __name__ == "__main__":

@@ -30,14 +30,12 @@ def main(
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the study; --help lists them.")] = None,
 ) -> None:
     """Run a study of scripts/lab; without a name, list them."""
-    questions = studies()
     if name is None:
-        for study, question in questions.items():
-            print(f"{study:12} {question}")
-        return
-    if name not in questions:
-        raise typer.BadParameter(f"there is no study {name!r}, only {', '.join(questions)}")
-    importlib.import_module(f"lab.{name}.command").app(args=arguments or [], prog_name=f"study.py {name}")
+        print("\n".join(f"{study:12} {question}" for study, question in studies().items()))
+    elif name in studies():
+        importlib.import_module(f"lab.{name}.command").app(args=arguments or [], prog_name=f"study.py {name}")
+    else:
+        raise typer.BadParameter(f"there is no study {name!r}, only {', '.join(studies())}")
 
 
 if __name__ == "__main__":

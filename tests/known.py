@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, Settings, weights, write
+from demo_model.checkpoint import TOKENS, Settings, weights, write
 from demo_model.rank import READ_AS_TEXT
 
 from sglang_mla_ext.configs import read_config
@@ -50,7 +50,7 @@ def make_known(out: Path, known: Known) -> bool:
     Returns:
         Whether anything was written.
     """
-    return write(out, asdict(known), known.vocab, lambda: (known_config(known), known_weights(known)))
+    return write(out, known, known_config(known), lambda: known_weights(known))
 
 
 def known_config(known: Known) -> dict[str, Any]:
@@ -95,8 +95,7 @@ def _of_text(known: Known, config: dict[str, Any]) -> dict[str, Any]:
             "first_k_dense_replace": 1,
         }
     config |= {field: size for field, size in small.items() if config.get(field) is not None}
-    tokens = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
-    return {**config, **tokens, "num_nextn_predict_layers": 0}
+    return {**config, **TOKENS, "num_nextn_predict_layers": 0}
 
 
 def known_weights(known: Known) -> dict[str, torch.Tensor]:

@@ -18,7 +18,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from sglang_mla_ext.configs import read_config
+
 BOS, EOS, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+TOKENS = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
 CHAT_TEMPLATE = (
     "<s>{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -58,60 +61,39 @@ class Settings:
 
 
 def model_config(settings: Settings) -> dict[str, Any]:
-    """Return `config.json`: dense layers only, YaRN as in DeepSeek's own models."""
-    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-    return {
-        **({"quantization_config": blocks} if settings.fp8_blocks else {}),
-        "architectures": ["DeepseekV3ForCausalLM" if settings.q_lora_rank else "DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v3" if settings.q_lora_rank else "deepseek_v2",
+    """Return `config.json`: DeepSeek-V3's own but for sizes, with dense layers only."""
+    config = dict(read_config("checkpoints", "deepseek-v3")["config"])
+    if not settings.fp8_blocks:
+        del config["quantization_config"]
+    factor = settings.max_positions / YARN_ORIGINAL_POSITIONS
+    of_v2 = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+    }
+    sizes = {
         "hidden_size": settings.hidden,
         "intermediate_size": settings.intermediate,
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
         "num_key_value_heads": settings.heads,
         "vocab_size": settings.vocab,
-        "kv_lora_rank": KV_LORA_RANK,
-        "q_lora_rank": settings.q_lora_rank or None,
-        "qk_nope_head_dim": NOPE_DIM,
-        "qk_rope_head_dim": ROPE_DIM,
-        "v_head_dim": V_DIM,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": SPECIAL_TOKENS.index(BOS),
-        "eos_token_id": SPECIAL_TOKENS.index(EOS),
+        "q_lora_rank": settings.q_lora_rank,
         "max_position_embeddings": settings.max_positions,
-        "rope_theta": 10000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": settings.max_positions / YARN_ORIGINAL_POSITIONS,
-            "original_max_position_embeddings": YARN_ORIGINAL_POSITIONS,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
+        "rope_scaling": config["rope_scaling"] | {"factor": factor},
         # A layer that drafts has experts whatever the others have; so the fields are always there.
         "first_k_dense_replace": 1 if settings.experts else settings.layers,
-        "moe_layer_freq": 1,
         "moe_intermediate_size": settings.hidden,
         "n_routed_experts": EXPERTS,
-        "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,
-        "topk_method": "noaux_tc" if settings.q_lora_rank else "greedy",
-        "scoring_func": "sigmoid" if settings.q_lora_rank else "softmax",
-        "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
         "num_nextn_predict_layers": int(settings.nextn),
-        "ep_size": 1,
     }
+    return config | TOKENS | sizes | ({} if settings.q_lora_rank else of_v2)
 
 
 def weights(settings: Settings, nope_dim: int = NOPE_DIM, v_dim: int = V_DIM) -> dict[str, torch.Tensor]:
@@ -138,59 +120,47 @@ def weights(settings: Settings, nope_dim: int = NOPE_DIM, v_dim: int = V_DIM) ->
     hidden, heads, q_rank = settings.hidden, settings.heads, settings.q_lora_rank
     embedding = matrix(settings.vocab, hidden, gain=math.sqrt(hidden))
     embedding[:, 0] = NEAR_SIGNAL
-    tensors = {"model.embed_tokens.weight": embedding}
+    tensors, biases = {"model.embed_tokens": embedding}, {}
     for layer in range(settings.layers + settings.nextn):
-        prefix = f"model.layers.{layer}"
+        prefix = f"model.layers.{layer}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         if q_rank:
             q_a = matrix(q_rank, hidden)
             q_a[0] = 0
             q_a[0, 0] = 1
-            tensors[f"{prefix}.self_attn.q_a_proj.weight"] = q_a
-            tensors[f"{prefix}.self_attn.q_a_layernorm.weight"] = ones(q_rank)
+            tensors |= {f"{attention}q_a_proj": q_a, f"{attention}q_a_layernorm": ones(q_rank)}
         query = matrix(heads * (nope_dim + ROPE_DIM), q_rank or hidden, gain=2.0)
         query.view(heads, nope_dim + ROPE_DIM, -1)[::2, nope_dim:, 0] = NEAR_WEIGHT
-        tensors[f"{prefix}.self_attn.{'q_b_proj' if q_rank else 'q_proj'}.weight"] = query
         kv_a = matrix(KV_LORA_RANK + ROPE_DIM, hidden)
         kv_a[KV_LORA_RANK:, 0] = NEAR_WEIGHT
         out = matrix(hidden, heads * v_dim, gain=2.0)
         down = matrix(hidden, settings.intermediate, gain=2.0)
         out[0] = down[0] = 0
         tensors |= {
-            f"{prefix}.input_layernorm.weight": ones(hidden),
-            f"{prefix}.self_attn.kv_a_proj_with_mqa.weight": kv_a,
-            f"{prefix}.self_attn.kv_a_layernorm.weight": ones(KV_LORA_RANK),
-            f"{prefix}.self_attn.kv_b_proj.weight": matrix(heads * (nope_dim + v_dim), KV_LORA_RANK),
-            f"{prefix}.self_attn.o_proj.weight": out,
-            f"{prefix}.post_attention_layernorm.weight": ones(hidden),
+            f"{attention}{'q_b_proj' if q_rank else 'q_proj'}": query,
+            f"{prefix}input_layernorm": ones(hidden),
+            f"{attention}kv_a_proj_with_mqa": kv_a,
+            f"{attention}kv_a_layernorm": ones(KV_LORA_RANK),
+            f"{attention}kv_b_proj": matrix(heads * (nope_dim + v_dim), KV_LORA_RANK),
+            f"{attention}o_proj": out,
+            f"{prefix}post_attention_layernorm": ones(hidden),
         }
         if layer < (1 if settings.experts else settings.layers):
-            tensors |= {
-                f"{prefix}.mlp.gate_proj.weight": matrix(settings.intermediate, hidden),
-                f"{prefix}.mlp.up_proj.weight": matrix(settings.intermediate, hidden),
-                f"{prefix}.mlp.down_proj.weight": down,
-            }
+            tensors |= {f"{mlp}{kind}_proj": matrix(settings.intermediate, hidden) for kind in ("gate", "up")}
+            tensors[f"{mlp}down_proj"] = down
             continue
         for expert in [*(f"experts.{index}" for index in range(EXPERTS)), "shared_experts"]:
-            for kind in ("gate_proj", "up_proj", "down_proj"):
-                tensors[f"{prefix}.mlp.{expert}.{kind}.weight"] = matrix(hidden, hidden)
-        tensors |= {
-            f"{prefix}.mlp.gate.weight": matrix(EXPERTS, hidden),
-            f"{prefix}.mlp.gate.e_score_correction_bias": torch.zeros(EXPERTS),
-        }
-        if layer < settings.layers:
-            continue
-        tensors |= {
-            f"{prefix}.enorm.weight": ones(hidden),
-            f"{prefix}.hnorm.weight": ones(hidden),
-            f"{prefix}.eh_proj.weight": matrix(hidden, 2 * hidden),
-            f"{prefix}.shared_head.norm.weight": ones(hidden),
-        }
-    tensors["model.norm.weight"] = ones(hidden)
+            tensors |= {f"{mlp}{expert}.{kind}_proj": matrix(hidden, hidden) for kind in ("gate", "up", "down")}
+        tensors[f"{mlp}gate"] = matrix(EXPERTS, hidden)
+        biases[f"{mlp}gate.e_score_correction_bias"] = torch.zeros(EXPERTS)
+        if layer == settings.layers:
+            tensors |= {f"{prefix}{norm}": ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
+            tensors[f"{prefix}eh_proj"] = matrix(hidden, 2 * hidden)
     head = matrix(settings.vocab, hidden, gain=3.0)
     head[: len(SPECIAL_TOKENS)] = 0  # greedy text never ends early
     head[:, 0] = 0
-    tensors["lm_head.weight"] = head
-    return tensors
+    tensors |= {"model.norm": ones(hidden), "lm_head": head}
+    return {f"{name}.weight": tensor for name, tensor in tensors.items()} | biases
 
 
 def in_fp8_blocks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -232,46 +202,33 @@ def train_tokenizer(texts: Iterable[str], vocab: int, chat_template: str) -> Pre
 
 
 def make(out: Path, settings: Settings) -> bool:
-    """Write the checkpoint unless it exists already.
+    """Write the checkpoint unless it exists already; return whether anything was written."""
 
-    Returns:
-        Whether anything was written.
-    """
+    def tensors() -> dict[str, torch.Tensor]:
+        return in_fp8_blocks(weights(settings)) if settings.fp8_blocks else weights(settings)
 
-    def parts() -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
-        if settings.config_only:
-            return model_config(settings), None
-        tensors = weights(settings)
-        return model_config(settings), in_fp8_blocks(tensors) if settings.fp8_blocks else tensors
-
-    return write(out, asdict(settings), settings.vocab, parts)
+    return write(out, settings, model_config(settings), None if settings.config_only else tensors)
 
 
 def write(
-    out: Path,
-    stamp: dict[str, Any],
-    vocab: int,
-    parts: Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor] | None]],
+    out: Path, settings: Any, config: dict[str, Any], tensors: Callable[[], dict[str, torch.Tensor]] | None = None
 ) -> bool:
-    """Write a checkpoint, and a tokenizer of `vocab` tokens, unless it exists already.
+    """Write a checkpoint with a tokenizer, unless it exists already; return whether anything was written.
 
     Args:
-        stamp: what it depends on.
-        parts: makes its configuration and its tensors by name; None for no weights.
-    Returns:
-        Whether anything was written.
+        settings: a dataclass, what the checkpoint depends on.
+        tensors: makes the weights by name; None for no weights.
     """
-    known = out / STAMP
+    known, stamp = out / STAMP, asdict(settings)
     if known.is_file() and json.loads(known.read_text()) == stamp:
         return False
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name) as temporary:
         folder = Path(temporary) / "model"
-        texts = (topics[name] for name in sorted(topics))
+        texts, vocab = (topics[name] for name in sorted(topics)), config.get("text_config", config)["vocab_size"]
         train_tokenizer(texts, vocab, CHAT_TEMPLATE).save_pretrained(folder)
-        config, tensors = parts()
         if tensors is not None:
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            save_file(tensors(), folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (folder / STAMP).write_text(json.dumps(stamp) + "\n")
         if out.exists():

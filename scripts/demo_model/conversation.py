@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from bench.server import server_info
 from openai import AsyncOpenAI
 from rich.console import Console
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import track
 
 STATIONS = ("Quedrom", "Fimer", "Zokam", "Kapai")
 WORD_QUESTIONS = [
@@ -39,7 +38,6 @@ class Chat:
     answer: str = ""
     prompt_tokens: int = 0
     first_token_s: float | None = None
-    pieces: list[str] = field(default_factory=list)
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -56,23 +54,21 @@ def lookups(system: str) -> list[Chat]:
 async def talk(base_url: str, chats: list[Chat], answer_tokens: int, console: Console | None = None) -> list[Any]:
     """Send the chats at once and stream their answers.
 
+    Args:
+        console: shows how many are answered.
     Returns:
         the `hybrid_mla` entries of `/server_info`, sampled several times a second meanwhile.
     """
+    shown = dict(total=len(chats), console=console, transient=True, disable=console is None)
     client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", timeout=600)
-    progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    task = progress.add_task("answers", total=len(chats))
-    display = Live(progress, console=console, transient=True) if console else contextlib.nullcontext()
-    with display:
-        async with watched(base_url) as snapshots:
-            await asyncio.gather(
-                *(answer(client, chat, answer_tokens, lambda: progress.advance(task)) for chat in chats)
-            )
-    await client.close()
+    async with client, watched(base_url) as snapshots:
+        answers = asyncio.as_completed([answer(client, chat, answer_tokens) for chat in chats])
+        for answered in track(answers, "answers", **shown):
+            await answered
     return snapshots
 
 
-async def answer(client: AsyncOpenAI, chat: Chat, answer_tokens: int, done: Callable[[], None]) -> None:
+async def answer(client: AsyncOpenAI, chat: Chat, answer_tokens: int) -> None:
     """Stream one answer into its chat."""
     start = time.perf_counter()
     stream = await client.chat.completions.create(
@@ -86,11 +82,9 @@ async def answer(client: AsyncOpenAI, chat: Chat, answer_tokens: int, done: Call
     async for chunk in stream:
         if chunk.choices and (piece := chunk.choices[0].delta.content):
             chat.first_token_s = chat.first_token_s or time.perf_counter() - start
-            chat.pieces.append(piece)
+            chat.answer += piece
         if chunk.usage:
             chat.prompt_tokens = chunk.usage.prompt_tokens
-    chat.answer = "".join(chat.pieces)
-    done()
 
 
 @contextlib.asynccontextmanager

@@ -7,13 +7,12 @@ What a rank computes on a GPU of its own, without the communication between rank
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, YARN_ORIGINAL_POSITIONS, write
+from demo_model.checkpoint import TOKENS, YARN_ORIGINAL_POSITIONS, write
 from sglang_mla_ext.configs import read_config
-from sglang_mla_ext.prefix.planner.model_dims import language_part
 
 K3, K3_MLA = "kimi-k3", "kimi-k3-mla"
 """Kimi-K3 itself, which needs SGLang 0.5.23; and its layers with MLA alone, in DeepSeek-V3's class."""
@@ -70,13 +69,9 @@ READ_AS_TEXT = {"vision_config": {"vt_num_hidden_layers": 1}, "language_model_on
 
 
 def make_rank(out: Path, rank: Rank) -> bool:
-    """Write a rank's configuration and a tokenizer, without weights, unless they exist already.
-
-    Returns:
-        Whether anything was written.
-    """
-    config = rank_config(rank)
-    return write(out, asdict(rank), language_part(config)["vocab_size"], lambda: (config, None))
+    """Write a rank's configuration and a tokenizer, without weights, unless they exist already; return whether anything
+    was written."""
+    return write(out, rank, rank_config(rank))
 
 
 def rank_config(rank: Rank) -> dict[str, Any]:
@@ -89,9 +84,8 @@ def rank_config(rank: Rank) -> dict[str, Any]:
         return _kimi_k3(rank)
     if rank.model == K3_MLA:
         return _mla_of_kimi_k3(rank)
-    parts = rank.ranks // rank.running
-    config = _divided(read_config("checkpoints", rank.model)["config"], DIVIDED[rank.divided], parts)
-    return config | _as_deepseek(rank, config)
+    whole = read_config("checkpoints", rank.model)["config"]
+    return _as_deepseek(rank, _divided(whole, DIVIDED[rank.divided], rank.ranks // rank.running))
 
 
 def _kimi_k3(rank: Rank) -> dict[str, Any]:
@@ -102,23 +96,20 @@ def _kimi_k3(rank: Rank) -> dict[str, Any]:
     others' experts."""
     config = read_config("checkpoints", K3)["config"]
     text = config["text_config"]
-    linear = text["linear_attn_config"]
+    linear, tokens = text["linear_attn_config"], TOKENS | {"pad_token_id": 0}
     kinds = {
         kind: [layer for layer in linear[kind] if layer <= rank.layers] for kind in ("kda_layers", "full_attn_layers")
     }
-    text_of_rank = (
-        _divided(text, _WHOLE_EXPERTS, rank.ranks)
-        | _tokens()
-        | {
-            "linear_attn_config": linear | kinds | {"num_heads": linear["num_heads"] // rank.ranks},
-            "num_hidden_layers": rank.layers,
-            "head_dim": text["hidden_size"] // text["num_attention_heads"],  # not the rank's, which may be odd
-            "num_shared_experts": 0,
-            "max_position_embeddings": MAX_POSITIONS,
-            "pad_token_id": 0,
-        }
+    of_rank = {
+        "linear_attn_config": linear | kinds | {"num_heads": linear["num_heads"] // rank.ranks},
+        "num_hidden_layers": rank.layers,
+        "head_dim": text["hidden_size"] // text["num_attention_heads"],  # not the rank's, which may be odd
+        "num_shared_experts": 0,
+        "max_position_embeddings": MAX_POSITIONS,
+    }
+    return (
+        config | {"text_config": _divided(text, _WHOLE_EXPERTS, rank.ranks) | tokens | of_rank} | READ_AS_TEXT | tokens
     )
-    return config | {"text_config": text_of_rank} | READ_AS_TEXT | _tokens() | {"pad_token_id": 0}
 
 
 def _mla_of_kimi_k3(rank: Rank) -> dict[str, Any]:
@@ -130,20 +121,16 @@ def _mla_of_kimi_k3(rank: Rank) -> dict[str, Any]:
     config = read_config("checkpoints", MODELS[0])["config"] | own | {"intermediate_size": wide}
     config = _divided(config, (*_HEADS, "intermediate_size", "vocab_size"), rank.ranks)
     del config["quantization_config"]
-    return config | _as_deepseek(rank, config) | {"first_k_dense_replace": rank.layers}
+    return _as_deepseek(rank, config) | {"first_k_dense_replace": rank.layers}
 
 
 def _divided(config: Mapping[str, Any], fields: tuple[str, ...], ranks: int) -> dict[str, Any]:
     return {**config} | {field: config[field] // ranks for field in fields}
 
 
-def _tokens() -> dict[str, int]:
-    return {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
-
-
-def _as_deepseek(rank: Rank, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that are alike in all ranks of DeepSeek-V3's architecture."""
-    return _tokens() | {
+def _as_deepseek(rank: Rank, config: dict[str, Any]) -> dict[str, Any]:
+    """Set what is alike in all ranks of DeepSeek-V3's architecture."""
+    of_rank = {
         # transformers knows Kimi-K2's type only by code in its checkpoint; the architecture is DeepSeek-V3's.
         "model_type": "deepseek_v3",
         "num_hidden_layers": rank.layers,
@@ -151,3 +138,4 @@ def _as_deepseek(rank: Rank, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_nextn_predict_layers": int(rank.drafts),
         "rope_scaling": config["rope_scaling"] | {"factor": MAX_POSITIONS / YARN_ORIGINAL_POSITIONS},
     }
+    return config | TOKENS | of_rank

@@ -8,6 +8,7 @@ SGLang's: which tensors it loads by which names, the two norms and their order, 
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -15,13 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lab.training.draft import Draft, load_draft
-from lab.training.network import pack, turns
+from lab.training.draft import Draft
+from lab.training.network import draft_prefix, load_network, packed_mask
 from safetensors.torch import load_file
+from transformers import DynamicCache
 
 from sglang_mla_ext.adapter.cpu import stubs
 
-CPU, ROWS = torch.device("cpu"), 9
+ROWS = 9
 
 
 class Absent(SimpleNamespace):
@@ -60,8 +62,23 @@ def load(folder: Path) -> Any:
     return model
 
 
+def load_draft(folder: Path) -> Draft:
+    """Our layer of the checkpoint, whose experts transformers holds in one tensor."""
+    config = json.loads((folder / "config.json").read_text())
+    draft, prefix = Draft(config), draft_prefix(config["num_hidden_layers"])
+    tensors = {name.removeprefix(prefix): x.float() for name, x in load_file(folder / "model.safetensors").items()}
+
+    def of_experts(kind: str) -> torch.Tensor:
+        return torch.stack([tensors[f"mlp.experts.{at}.{kind}.weight"] for at in range(config["n_routed_experts"])])
+
+    tensors["mlp.experts.gate_up_proj"] = torch.cat([of_experts("gate_proj"), of_experts("up_proj")], dim=1)
+    tensors["mlp.experts.down_proj"] = of_experts("down_proj")
+    draft.load_state_dict({name: tensors[name] for name in draft.state_dict()})
+    return draft.eval()
+
+
 @torch.no_grad()
-def compare(model: Any, draft: Draft) -> None:
+def compare(model: Any, draft: Draft, rotary: torch.nn.Module) -> None:
     """One step over one document."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -70,17 +87,18 @@ def compare(model: Any, draft: Draft) -> None:
     model.model.embed_tokens.weight.data.copy_(table)
     tokens = torch.randint(5, 600, (ROWS,), generator=generator)
     hidden = torch.randn(ROWS, table.shape[1], generator=generator)
-    packed = pack([list(range(ROWS))])
 
     def attention(positions: torch.Tensor, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
-        return draft.self_attn(hidden_states, *turns(positions, draft.frequencies), packed)
+        turns = rotary(hidden_states[None], positions[None])
+        return draft.self_attn(hidden_states[None], turns, packed_mask(positions))[0][0]
 
     model.model.decoder.self_attn.forward = attention
     batch = Absent(spec_info=Absent(hidden_states=hidden), forward_mode=ForwardMode.EXTEND, input_ids=tokens)
     found = model.model(tokens, torch.arange(ROWS), batch)
-    torch.testing.assert_close(found, draft(table[tokens], hidden, packed, []), atol=1e-5, rtol=1e-5)
+    expected = draft(table[tokens], hidden, torch.arange(ROWS), rotary, DynamicCache())
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 if __name__ == "__main__":
     of_checkpoint = Path(sys.argv[1])
-    compare(load(of_checkpoint), load_draft(of_checkpoint, CPU).float())
+    compare(load(of_checkpoint), load_draft(of_checkpoint), load_network(of_checkpoint).model.rotary_emb)

@@ -1,11 +1,6 @@
 """Measure how much rounding costs: the studies of SnapMLA, AMLA and FlashMLA-ETAP on drawn data, and one of a trained
 model.
 
-    python scripts/study.py accuracy --out benchmarks/results/accuracy.jsonl
-    python scripts/study.py accuracy --model demo --out benchmarks/results/accuracy.jsonl
-    python scripts/study.py accuracy --model demo --outliers --out benchmarks/results/accuracy.jsonl
-    python scripts/study.py accuracy --model demo --server --out benchmarks/results/accuracy.jsonl        # on a GPU
-
 Without `--model` the studies on drawn data run (drawn.py): a few minutes on two cores, 2 GiB. With
 `--model demo` the shipped model (configs/demo_model) is examined as each implementation would serve it
 (trained.py); this needs the data that `study.py training prepare` writes. With `--outliers` its latent rows are made
@@ -15,13 +10,12 @@ as large as large models' first (outliers.py). With `--server` real servers are 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from bench.records import REPOSITORY, commit, write_record
+from bench.records import REPOSITORY, Report, commit
 from bench.server import ServerFailedError, work_folder
 from rich.console import Console
 
@@ -29,9 +23,9 @@ from lab.accuracy.drawn import amla, etap, snapmla
 from lab.accuracy.on_server import SETUPS, served_study
 from lab.accuracy.outliers import put_outliers
 from lab.accuracy.served import IMPLS, Served
-from lab.accuracy.trained import Plan, Record, demo
+from lab.accuracy.trained import Plan, demo
 from lab.training.batches import Data
-from lab.training.network import Network, load_weights
+from lab.training.network import load_network
 
 app = typer.Typer(add_completion=False)
 
@@ -39,34 +33,19 @@ console = Console()
 MODEL = REPOSITORY / "configs" / "demo_model"
 
 
-def served_model(weights: Path, device: str, outliers: bool) -> Served:
-    """A checkpoint in the form of configs/demo_model."""
-    network = Network(json.loads((weights / "config.json").read_text()))
-    load_weights(network, weights)
-    if outliers:
-        put_outliers(network)
-    return Served(network.float().to(device))
-
-
 def lengths_of(texts: Iterable[str], prompts: int = 50) -> dict[int, int]:
-    """Read `TOKENS` or `TOKENS:PROMPTS`; return prompts by length.
-
-    Raises:
-        typer.BadParameter: a text is not of this form.
-    """
-    found = {}
-    for text in texts:
-        length, _, count = text.partition(":")
-        if not length.isdecimal() or not (count or str(prompts)).isdecimal():
-            raise typer.BadParameter(f"a length is TOKENS or TOKENS:PROMPTS, not {text!r}")
-        found[int(length)] = int(count or prompts)
-    return found
+    """Read `TOKENS` or `TOKENS:PROMPTS`; return prompts by length. Raises typer.BadParameter."""
+    try:
+        found = (text.partition(":") for text in texts)
+        return {int(length): int(count or prompts) for length, _, count in found}
+    except ValueError as error:
+        raise typer.BadParameter(f"a length is TOKENS or TOKENS:PROMPTS: {error}") from error
 
 
 @app.command()
 def main(
     out: Annotated[Path | None, typer.Option(help="Append records to this JSON-lines file.")] = None,
-    model: Annotated[str | None, typer.Option(help="Study a model: demo.")] = None,
+    model: Annotated[Literal["demo"] | None, typer.Option(help="Study a model.")] = None,
     data: Annotated[Path, typer.Option(help="Folder that `study.py training prepare` wrote.")] = Path(".demo/data"),
     device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
     prose_tokens: Annotated[int, typer.Option(help="Tokens of held-out prose to score, about; 0: none.")] = 30_000,
@@ -81,43 +60,36 @@ def main(
 ) -> None:
     """Run the three studies on drawn data, or the study of a model."""
     commit()  # cached now: the checkout may have moved on by the time the first record is written
-    if model not in (None, "demo"):
-        raise typer.BadParameter(f"there is no study of {model!r}, only of demo", param_hint="--model")
     if server and (outliers or model is None):
         raise typer.BadParameter("--server is for --model alone, without --outliers")
     if server and (unknown := set(impl or ()) - set(SETUPS)):
         raise typer.BadParameter(f"unknown: {sorted(unknown)}; there are {', '.join(SETUPS)}", param_hint="--impl")
+    gpu = "cpu" if model and not server and device == "cpu" else None  # else this machine's
     if model is None:
         found = (record for study in (snapmla, amla, etap) for record in study())
-        gpu = None
     else:
         chosen = lengths_of(lengths or ["512", "2048", "8192"])
         chosen.pop(0, None)
         try:
-            impls = () if server else tuple(impl or IMPLS)
-            plan = Plan(impls, prose_tokens, cases, chosen)
+            plan = Plan(() if server else tuple(impl or IMPLS), prose_tokens, cases, chosen)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         if server:
             logs = work_folder() / "logs" / "accuracy"
             found = served_study(MODEL, Data(data), plan, impl or list(SETUPS), logs, console)
-            gpu = None
         else:
-            found = demo(served_model(MODEL, device, outliers), Data(data), plan)
-            gpu = "cpu" if device == "cpu" else None
+            network = load_network(MODEL)
+            if outliers:
+                put_outliers(network)
+            found = demo(Served(network.to(device)), Data(data), plan)
+    report = Report("accuracy", out)
     try:
-        write(found, outliers, out, gpu)
+        for name, case, metrics in found:
+            if outliers:
+                case["study"] = case["study"].replace("demo", "outliers")
+            figures = ", ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
+            console.print(f"{name} {case}: {figures}", soft_wrap=True)
+            report.add(name, case, metrics, gpu=gpu)
     except ServerFailedError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from None
-
-
-def write(found: Iterable[Record], outliers: bool, out: Path | None, gpu: str | None) -> None:
-    """Print records, and append them to a file; `gpu` where it is not this machine's."""
-    for name, case, metrics in found:
-        if outliers:
-            case["study"] = case["study"].replace("demo", "outliers")
-        figures = ", ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
-        console.print(f"{name} {case}: {figures}", soft_wrap=True)
-        if out:
-            write_record(out, bench="accuracy", impl=name, case=case, gpu=gpu, **metrics)

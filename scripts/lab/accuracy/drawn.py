@@ -18,8 +18,6 @@ from lab.accuracy.served import SNAPMLA
 from sglang_mla_ext.kernels.reference.fp8 import Configuration, Rescale, absorb_fp8, flash, round_keys
 
 LATENT, ROPE = 512, 64
-TRUTH_KEYS = 4096
-"""Keys that the reference takes at a time, to keep its float64 copies small."""
 SNAPMLA_NAMES: dict[Configuration, str] = {
     "per_token": "hybrid_mla",
     "snapmla": "snapmla",
@@ -42,11 +40,8 @@ ETAP_TOKENS, ETAP_HEADS = (8192, 65536), 16
 
 def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
     """The truth, float64 `[H, dv]`: q `[H, d]`, k `[n, d]`, v `[n, dv]`."""
-    q = q.double() * softmax_scale
-    scores = torch.cat([q @ keys.double().T for keys in k.split(TRUTH_KEYS)], dim=1)  # [H, n]
-    weights = torch.softmax(scores, dim=1).split(TRUTH_KEYS, dim=1)
-    parts = zip(weights, v.split(TRUTH_KEYS), strict=True)
-    return sum((w @ values.double() for w, values in parts), start=torch.zeros(1, dtype=torch.float64))
+    q, k, v = (tensor.double()[None] for tensor in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=softmax_scale)[0]
 
 
 def measures(actual: Tensor, truth: Tensor) -> dict[str, float]:
@@ -84,7 +79,7 @@ def cache_like_figure_3(tokens: int, sizes: str, generator: torch.Generator) -> 
 def queries_for(keys: Tensor, logit_std: float, heads: int, generator: torch.Generator) -> Tensor:
     """Draw queries `[heads, d]`, BF16, whose products with the keys `[n, d]`, softmax scale 1, have this deviation."""
     queries = torch.randn(heads, keys.shape[1], generator=generator)
-    deviation = (queries @ keys[:TRUTH_KEYS].float().T).std(dim=1, keepdim=True)
+    deviation = (queries @ keys[:4096].float().T).std(dim=1, keepdim=True)
     return (queries * (logit_std / deviation)).bfloat16()
 
 

@@ -12,38 +12,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from aiohttp import ClientSession
 from bench.client import HYBRID, sharing_between
 from bench.generate import body, flush, post, session
-from bench.server import (
-    ON_GPU,
-    STOCK,
-    ServerFailedError,
-    free_port,
-    python_path,
-    server_info,
-    started_server,
-)
+from bench.server import ON_GPU, STOCK, ServerFailedError, Started, free_port, python_path, server_info, started_server
 from demo_model.checkpoint import DRAFTING
 from rich.console import Console
 
 import sglang_mla_ext
 from lab.accuracy import forced
 from lab.accuracy.served import BASELINE
-from lab.accuracy.trained import (
-    Plan,
-    Prompt,
-    Record,
-    Task,
-    Window,
-    compared,
-    tasks_of,
-)
+from lab.accuracy.trained import Plan, Prompt, Record, Task, Window, compared, tasks_of
 from lab.training.batches import Data
 
 STUDY = "served"
@@ -64,8 +49,7 @@ FP8_PREFIX = ("--hybrid-mla-prefix-dtype", "fp8_e4m3")
 FP8_CACHE = ("--kv-cache-dtype", "fp8_e4m3")
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """Replacement of a text in a file of the package, as often as it occurs."""
 
     file: str
@@ -74,39 +58,20 @@ class Change:
     times: int
 
 
+CONSUMERS = "kernels/naive/sm90_parts/consumers.py"
+RESCALED = "acc * gl.convert_layout(rescale, OUT_ROWS)[:, None]"
 SUMS_IN_PLACE = (
-    Change(
-        "kernels/naive/sm90_parts/consumers.py",
-        "no_out, use_acc=False, is_async=True)",
-        "acc * gl.convert_layout(rescale, OUT_ROWS)[:, None], is_async=True)",
-        times=2,
-    ),
-    Change(
-        "kernels/naive/sm90_parts/consumers.py",
-        "acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None] + added",
-        "acc = added",
-        times=2,
-    ),
+    Change(CONSUMERS, "no_out, use_acc=False, is_async=True)", f"{RESCALED}, is_async=True)", times=2),
+    Change(CONSUMERS, f"acc = {RESCALED} + added", "acc = added", times=2),
 )
 WRONG_BASE = (Change("kernels/merge.py", "tail_lse * LOG2E)", "tail_lse)", times=1),)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A server of the study.
+class Setup(NamedTuple):
+    """A server of the study."""
 
-    Attributes:
-        arguments: of its launch, beside COMMON and the model.
-        changes: to the package, for a control.
-    """
-
-    arguments: tuple[str, ...]
-    changes: tuple[Change, ...] = ()
-
-    @property
-    def scores_prose(self) -> bool:
-        """A step that verifies drafts takes several tokens, which forced.py cannot."""
-        return not set(DRAFTING) <= set(self.arguments)
+    arguments: tuple[str, ...]  # of its launch, beside COMMON and the model
+    changes: tuple[Change, ...] = ()  # to the package, for a control
 
 
 SETUPS: dict[str, Setup] = {
@@ -143,7 +108,7 @@ def changed_package(folder: Path, changes: Iterable[Change]) -> Path:
 def served_study(
     model: Path, data: Data, plan: Plan, impls: Sequence[str], folder: Path, console: Console
 ) -> Iterator[Record]:
-    """Records as `study.demo` makes them, of servers that all run at the same time.
+    """Records as `trained.demo` makes them, of servers that all run at the same time.
 
     Args:
         impls: names in SETUPS; the baseline is asked in any case.
@@ -153,53 +118,46 @@ def served_study(
             records of those that do.
     """
     tasks = list(tasks_of(data, plan))
-    names = [BASELINE, *(name for name in impls if name != BASELINE)]
+    names = list(dict.fromkeys([BASELINE, *impls]))
     with contextlib.ExitStack() as stack:
-        urls = servers(stack, model, names, folder, console)
+        started = {name: stack.enter_context(start(name, model, folder, console)) for name in names}
+        urls = {}
+        for name, server in started.items():
+            try:
+                urls[name] = server.url(600)
+            except ServerFailedError as error:
+                console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
         if BASELINE not in urls or len(urls) == 1:
             raise ServerFailedError("there is nothing to compare")
         found = asyncio.run(ask_all(urls, tasks, console))
     for place, task in enumerate(tasks):
-        sums = {name: of_task for name, of_tasks in found.items() if (of_task := of_tasks[place]) is not None}
+        sums = {name: of_tasks[place] for name, of_tasks in found.items() if of_tasks[place] is not None}
         for name, case, metrics in compared(sums, task.counts, plan, task.case, task.metric):
             yield name, case | {"study": STUDY}, metrics
     if missing := [name for name in names if name not in urls]:
         raise ServerFailedError(f"not studied, because their servers do not run: {', '.join(missing)}")
 
 
-def servers(
-    stack: contextlib.ExitStack, model: Path, names: Iterable[str], folder: Path, console: Console
-) -> dict[str, str]:
-    """Start them all, and wait: name -> URL of those that answer."""
-    started = {}
-    for name in names:
-        setup = SETUPS[name]
-        changed = [str(changed_package(folder / name, setup.changes))] if setup.changes else []
-        # Safe: the working directory, which holds the package as it is, does not come first.
-        environment = {"PYTHONPATH": python_path(*changed), "PYTHONSAFEPATH": "1"}
-        arguments = ["--model-path", str(model), *COMMON, *setup.arguments]
-        starting = started_server(arguments, free_port(), folder / f"{name}.log", console, environment)
-        started[name] = stack.enter_context(starting)
-    urls = {}
-    for name, server in started.items():
-        try:
-            urls[name] = server.url(600)
-        except ServerFailedError as error:
-            console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
-    return urls
+def start(name: str, model: Path, folder: Path, console: Console) -> AbstractContextManager[Started]:
+    """Start a server of SETUPS."""
+    setup = SETUPS[name]
+    changed = [str(changed_package(folder / name, setup.changes))] if setup.changes else []
+    # Safe: the working directory, which holds the package as it is, does not come first.
+    environment = {"PYTHONPATH": python_path(*changed), "PYTHONSAFEPATH": "1"}
+    arguments = ["--model-path", str(model), *COMMON, *setup.arguments]
+    return started_server(arguments, free_port(), folder / f"{name}.log", console, environment)
 
 
 async def ask_all(urls: dict[str, str], tasks: Sequence[Task], console: Console) -> dict[str, list[np.ndarray | None]]:
-    """Return by server, for each task, the sums of losses or right answers of each place; None for what it cannot be
-    asked."""
+    """Return by server, for each task, the sums of losses or right answers of each place.
+
+    None is for prose where drafts are verified: such a step takes several tokens, which forced.py cannot.
+    """
 
     async def of_server(name: str, url: str) -> list[np.ndarray | None]:
-        before = await asyncio.to_thread(server_info, url)
+        before, drafts = await asyncio.to_thread(server_info, url), {*DRAFTING} <= {*SETUPS[name].arguments}
         async with session(ANSWER_S) as client:
-            sums = [
-                await ask(client, url, task) if SETUPS[name].scores_prose or task.metric != "perplexity" else None
-                for task in tasks
-            ]
+            sums = [None if drafts and task.metric == "perplexity" else await ask(client, url, task) for task in tasks]
         sharing = sharing_between(before, await asyncio.to_thread(server_info, url))
         console.print(f"{name}: {'asked' if sharing is None else sharing}", markup=False, highlight=False)
         return sums
@@ -210,12 +168,11 @@ async def ask_all(urls: dict[str, str], tasks: Sequence[Task], console: Console)
 async def ask(client: ClientSession, url: str, task: Task) -> np.ndarray:
     """The sums of one task, `[places]`."""
     sums = np.zeros(len(task.counts))
-    prose = task.metric == "perplexity"
-    one: Callable[..., Awaitable[float]] = loss_of if prose else right_of
-    size = WINDOWS_AT_ONCE if prose else PROMPTS_AT_ONCE
-    for flight in (task.asked[begin : begin + size] for begin in range(0, len(task.asked), size)):
+    one, size = (loss_of, WINDOWS_AT_ONCE) if task.metric == "perplexity" else (right_of, PROMPTS_AT_ONCE)
+    for begin in range(0, len(task.asked), size):
+        flight = task.asked[begin : begin + size]
         await flush(client, url)
-        values = await asyncio.gather(*(one(client, url, asked) for _, asked in flight))
+        values = await asyncio.gather(*(one(client, f"{url}/generate", asked) for _, asked in flight))
         for (place, _), value in zip(flight, values, strict=True):
             sums[place] += value
     return sums
@@ -223,18 +180,18 @@ async def ask(client: ClientSession, url: str, task: Task) -> np.ndarray:
 
 async def loss_of(client: ClientSession, url: str, window: Window) -> float:
     """Sum over the predicted tokens of a window."""
-    await post(client, f"{url}/generate", body(window.prefix, 1))
+    await post(client, url, body(window.prefix, 1))
     tokens = window.tokens[1:]
     asked = forced.request([*window.prefix, window.tokens[0]], tokens)
-    responses = await asyncio.gather(*(post(client, f"{url}/generate", asked) for _ in range(TWICE)))
+    responses = await asyncio.gather(*(post(client, url, asked) for _ in range(TWICE)))
     return -sum(forced.logprobs_of(responses[0], tokens))
 
 
-async def right_of(client: ClientSession, url: str, prompt: Prompt) -> int:
+async def right_of(client: ClientSession, url: str, prompt: Prompt) -> float:
     """Questions that greedy decoding answers with one of the accepted answers."""
-    await post(client, f"{url}/generate", body(prompt.system, 1))
-    asked = [body([*prompt.system, *question.tokens], max(map(len, question.answers))) for question in prompt.questions]
-    responses = await asyncio.gather(*(post(client, f"{url}/generate", one) for one in asked for _ in range(TWICE)))
+    await post(client, url, body(prompt.prefix, 1))
+    asked = [body([*prompt.prefix, *question.tokens], max(map(len, question.answers))) for question in prompt.questions]
+    responses = await asyncio.gather(*(post(client, url, one) for one in asked for _ in range(TWICE)))
     return sum(
         any(response["output_ids"][: len(answer)] == answer for answer in question.answers)
         for question, response in zip(prompt.questions, responses[::TWICE], strict=True)

@@ -9,8 +9,7 @@ a BF16 server changes by a bit; only what is stored does, and what rounding it t
 from __future__ import annotations
 
 import torch
-
-from lab.training.network import Attention, Network
+from transformers import DeepseekV3ForCausalLM
 
 CONTENT_POWERS = (-6, 1)
 ROTARY_POWERS = (0, 6)
@@ -22,17 +21,17 @@ def powers(channels: int, ends: tuple[int, int], generator: torch.Generator) -> 
     return torch.exp2(exponents[torch.randperm(channels, generator=generator)])
 
 
-def put_outliers(network: Network, seed: int = 0) -> None:
+def put_outliers(network: DeepseekV3ForCausalLM, seed: int = 0) -> None:
     """Change the basis of every layer's latent rows."""
     generator = torch.Generator().manual_seed(seed)
     for layer in network.model.layers:
-        attention: Attention = layer.self_attn
-        rank, rope = attention.kv_rank, attention.rope
+        attention = layer.self_attn
+        rank, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
         content = powers(rank, CONTENT_POWERS, generator)
         pairs = powers(rope // 2, ROTARY_POWERS, generator).repeat_interleave(2)  # neighbours are turned together
         with torch.no_grad():
             attention.kv_a_layernorm.weight *= content
             attention.kv_b_proj.weight /= content
             attention.kv_a_proj_with_mqa.weight[rank:] *= pairs[:, None]
-            queries = attention.q_b_proj.weight.unflatten(0, (attention.heads, -1))  # [H, dn + dr, q_rank]
-            queries[:, attention.nope :] /= pairs[:, None]
+            queries = attention.q_b_proj.weight.unflatten(0, (attention.num_heads, -1))  # [H, dn + dr, q_rank]
+            queries[:, attention.qk_nope_head_dim :] /= pairs[:, None]

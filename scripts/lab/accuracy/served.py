@@ -4,6 +4,10 @@
     kept = keep(impl, rows)                what the implementation stores of them
     logits = decode(impl, kept, tokens)    the tokens as decode rows, over what is kept and the rows before their own
 
+An implementation has `keep(layer, rows)`, what it stores of a prefix, and `attend(layer, query, prefix, own, visible)`,
+decode rows over a prefix and their own rows, stored the same way: `[T, H, dv]`, rounded. `visible [T]` counts the keys
+that a row sees: the prefix, and the own rows up to its own.
+
 Everything is computed in float32 and rounded to BF16 where a server in BF16 rounds: after each product, norm, rotation
 and sum, in softmax weights, and in logits. All steps of quantisation are the references in `kernels`.
 
@@ -13,15 +17,16 @@ Shapes: T decode rows, H heads, n keys, r = kv_lora_rank, dn, dr, dv the content
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import DeepseekV3ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
-from lab.training.network import Layer, Network, rotate, turns
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference.fp8 import Configuration, Keys, absorb_fp8, keys_of_rows, round_keys
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers, scale_bounds, to_fp8
@@ -55,19 +60,6 @@ class Expanded(NamedTuple):
     k_scale: Tensor  # [H]; 1 unless stored in FP8
 
 
-def in_pieces(attention: Callable[..., tuple[Tensor, Tensor]], *rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Out and lse of `attention`, called for `ROWS` rows of each tensor at a time."""
-    parts = [attention(*piece) for piece in zip(*(tensor.split(ROWS) for tensor in rows), strict=True)]
-    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-
-
-def round_weights(weights: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Softmax weights, 1 for the largest so far, as a kernel hands them to its second product; None rounds nothing."""
-    if dtype is None:
-        return weights
-    return (to_fp8(weights) if dtype == FP8 else weights.to(dtype)).to(weights.dtype)
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softmax_scale: float, weights_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
@@ -80,10 +72,17 @@ def attend(
     Args:
         q: `[T, H, d]`; k: `[n, K, d]`, v: `[n, K, dv]`, K being H or 1 (the same keys for all heads).
         visible: `[T]` integers, each row sees the first so many keys, at least one.
+        weights_dtype: None rounds nothing.
     Returns:
         `out [T, H, dv]`, not rounded, and `lse [T, H]`, natural log.
     Source: FlashAttention-2; FlashMLA's weights in FP8 have no scale (SGLang's copy, csrc/extension/sm90/dense_fp8).
     """
+    if len(q) > ROWS:
+        pieces = zip(q.split(ROWS), visible.split(ROWS), strict=True)
+        outs, lses = zip(
+            *(attend(some, k, v, seen, softmax_scale, weights_dtype) for some, seen in pieces), strict=True
+        )
+        return torch.cat(outs), torch.cat(lses)
     rows, heads, _ = q.shape
     n = int(visible.max())
     stacked = k.shape[1] == 1  # then the heads of a row are rows of one product
@@ -96,7 +95,9 @@ def attend(
     weights = torch.exp(blocks - highest.masked_fill(highest == -torch.inf, 0.0)[..., None])
     shrink = torch.exp(highest - highest[..., :1])  # what an accumulator is multiplied by until the end
     total = (weights.sum(-1) * shrink).sum(-1)  # [K, ..]
-    weights = (round_weights(weights, weights_dtype) * shrink[..., None]).flatten(-2)[..., :n]
+    if weights_dtype is not None:
+        weights = (to_fp8(weights) if weights_dtype == FP8 else weights.to(weights_dtype)).to(weights.dtype)
+    weights = (weights * shrink[..., None]).flatten(-2)[..., :n]
     out = weights @ v[:n].transpose(0, 1) / total[..., None]  # [K, .., dv]
     lse = highest[..., 0] + torch.log(total)
     if stacked:
@@ -108,46 +109,39 @@ class ServedLayer:
     """One layer's products with the rounding of a server.
 
     Args:
+        layer: of transformers' model.
         rounds: False computes everything in the precision of the weights.
     """
 
-    def __init__(self, layer: Layer, rounds: bool) -> None:
+    def __init__(self, layer: nn.Module, rounds: bool) -> None:
         self.layer, self.attention, self.rounds = layer, layer.self_attn, rounds
-        self.heads, self.softmax_scale = self.attention.heads, self.attention.scale
+        self.heads, self.softmax_scale = self.attention.num_heads, self.attention.scaling
+        self.rank = self.attention.kv_lora_rank
+        self.dims = dict(qk_nope_head_dim=self.attention.qk_nope_head_dim, v_head_dim=self.attention.v_head_dim)
         both = self.attention.kv_b_proj.weight.unflatten(0, (self.heads, -1))  # [H, dn + dv, r]
-        w_kc, w_vc = both.split((self.attention.nope, self.attention.v_dim), dim=1)
+        w_kc, w_vc = both.split(tuple(self.dims.values()), dim=1)
         self.w_kc, self.w_vc = w_kc, w_vc.transpose(1, 2)  # [H, dn, r], [H, r, dv]
-
-    @property
-    def weights_dtype(self) -> torch.dtype | None:
-        """Return the dtype of softmax weights."""
-        return torch.bfloat16 if self.rounds else None
+        self.weights_dtype = torch.bfloat16 if rounds else None
 
     def round(self, x: Tensor) -> Tensor:
         return x.to(torch.bfloat16).to(x.dtype) if self.rounds else x
 
-    def project(self, x: Tensor, *modules: torch.nn.Module) -> Tensor:
+    def project(self, x: Tensor, *modules: nn.Module) -> Tensor:
         """Products and norms one after another."""
         for module in modules:
             x = self.round(module(x))
         return x
 
-    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Query, Rows]:
-        """Queries and latent rows of hidden states `[n, hidden]`."""
-        attention = self.attention
+    def before(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Query, Rows]:
+        """Queries and latent rows of hidden states `[n, hidden]`; turns: of the model's rotary module."""
+        attention, rope = self.attention, self.attention.qk_rope_head_dim
         x = self.project(x, self.layer.input_layernorm)
         q = self.project(x, attention.q_a_proj, attention.q_a_layernorm, attention.q_b_proj)
-        nope, rope = q.unflatten(-1, (self.heads, -1)).split((attention.nope, attention.rope), dim=-1)
-        latent, k_rope = self.project(x, attention.kv_a_proj_with_mqa).split(
-            (attention.kv_rank, attention.rope), dim=-1
-        )
+        nope, q_rope = q.unflatten(-1, (self.heads, -1)).split((attention.qk_nope_head_dim, rope), dim=-1)
+        latent, k_rope = self.project(x, attention.kv_a_proj_with_mqa).split((self.rank, rope), dim=-1)
         latent = self.project(latent, attention.kv_a_layernorm)
-        k_rope = self.round(rotate(k_rope[:, None], cos, sin))[:, 0]
-        return Query(nope, self.round(rotate(rope, cos, sin))), Rows(latent, k_rope)
-
-    def absorbed(self, query: Query) -> Tensor:
-        """Return absorbed queries, `[T, H, r]`."""
-        return self.round(torch.einsum("thd,hdr->thr", query.nope, self.w_kc))
+        q_rope, k_rope = apply_rotary_pos_emb_interleave(q_rope[None], k_rope[None, :, None], *turns, unsqueeze_dim=2)
+        return Query(nope, self.round(q_rope[0])), Rows(latent, self.round(k_rope[0, :, 0]))
 
     def expand(self, rows: Rows) -> Expanded:
         """Expand in BF16."""
@@ -156,11 +150,10 @@ class ServedLayer:
 
     def expand_fp8(self, rows: Rows) -> Expanded:
         """Expand and read back as from a server's memory: e4m3 with scales from the weights, in chunks."""
-        n, attention = len(rows.latent), self.attention
-        dims = dict(qk_nope_head_dim=attention.nope, v_head_dim=attention.v_dim, qk_rope_head_dim=attention.rope)
-        sizes = dict(layers=1, chunks=math.ceil(n / CHUNK_TOKENS), heads=self.heads)
-        buffers = ExpandedBuffers.allocate(**sizes, **dims, dtype=FP8, device=rows.latent.device)
-        norm = attention.kv_a_layernorm.weight
+        n, norm = len(rows.latent), self.attention.kv_a_layernorm.weight
+        sizes = dict(layers=1, chunks=math.ceil(n / CHUNK_TOKENS), heads=self.heads, **self.dims)
+        sizes |= dict(qk_rope_head_dim=self.attention.qk_rope_head_dim)
+        buffers = ExpandedBuffers.allocate(**sizes, dtype=FP8, device=rows.latent.device)
         buffers.k_scale[0] = scale_bounds(self.round(self.w_kc * norm))
         buffers.v_scale[0] = scale_bounds(self.round(self.w_vc.transpose(1, 2) * norm))
         k_nope, v = reference.expand(rows.latent, self.w_kc, self.w_vc)  # the kernel rounds once, to e4m3
@@ -172,12 +165,12 @@ class ServedLayer:
 
     def naive(self, query: Query, keys: Expanded, visible: Tensor) -> tuple[Tensor, Tensor]:
         """Attention in BF16 over keys and values per head: `out [T, H, dv]`, not rounded, and `lse [T, H]`."""
-        rope = keys.k_rope[:, None].expand(-1, self.heads, -1)
-        k = torch.cat([keys.k_nope, rope], dim=-1)
-        scale, weights_dtype = self.softmax_scale, self.weights_dtype
-        return in_pieces(
-            lambda q, seen: attend(q, k, keys.v, seen, scale, weights_dtype), torch.cat(query, -1), visible
-        )
+        k = torch.cat([keys.k_nope, keys.k_rope[:, None].expand(-1, self.heads, -1)], dim=-1)
+        return attend(torch.cat(query, -1), k, keys.v, visible, self.softmax_scale, self.weights_dtype)
+
+    def absorbed(self, query: Query) -> Tensor:
+        """Return absorbed queries, `[T, H, r]`."""
+        return self.round(torch.einsum("thd,hdr->thr", query.nope, self.w_kc))
 
     def values(self, out: Tensor) -> Tensor:
         """Return `[T, H, dv]` of attention over latent rows, `[T, H, r]`."""
@@ -189,22 +182,6 @@ class ServedLayer:
         mlp, wide = self.layer.mlp, self.project(x, self.layer.post_attention_layernorm)
         gate, up = (self.project(wide, part) for part in (mlp.gate_proj, mlp.up_proj))
         return self.round(x + self.project(self.round(F.silu(gate) * up), mlp.down_proj))
-
-
-class Impl(Protocol):
-    """Storage of tokens, and decode attention over them."""
-
-    def keep(self, layer: ServedLayer, rows: Rows) -> Any:
-        """Return what is stored of the prefix."""
-
-    def attend(self, layer: ServedLayer, query: Query, prefix: Any, own: Rows, visible: Tensor) -> Tensor:
-        """Decode rows over the prefix and their own rows, stored the same way.
-
-        Args:
-            visible: `[T]` keys that a row sees: the prefix, and the own rows up to its own.
-        Returns:
-            `[T, H, dv]`, rounded.
-        """
 
 
 @dataclass(frozen=True)
@@ -227,14 +204,11 @@ class PlainRows:
     def over(self, layer: ServedLayer, query: Query, keys: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """Return `out [T, H, r]`, not rounded, and `lse`."""
         q = self.store(torch.cat([layer.absorbed(query), query.rope], dim=-1))
-        weights_dtype, rank = FP8 if self.fp8 else layer.weights_dtype, layer.attention.kv_rank
-        return in_pieces(
-            lambda q, seen: attend(q, keys, keys[..., :rank], seen, layer.softmax_scale, weights_dtype), q, visible
-        )
+        weights_dtype = FP8 if self.fp8 else layer.weights_dtype
+        return attend(q, keys, keys[..., : layer.rank], visible, layer.softmax_scale, weights_dtype)
 
     def attend(self, layer: ServedLayer, query: Query, prefix: Tensor, own: Rows, visible: Tensor) -> Tensor:
-        keys = torch.cat([prefix, self.keep(layer, own)])
-        return layer.values(self.over(layer, query, keys, visible)[0])
+        return layer.values(self.over(layer, query, torch.cat([prefix, self.keep(layer, own)]), visible)[0])
 
 
 @dataclass(frozen=True)
@@ -248,19 +222,14 @@ class ScaledRows:
 
     def keep(self, layer: ServedLayer, rows: Rows) -> Keys:
         if self.configuration == "per_token":
-            layout = LatentRowLayout(rows.latent.shape[-1], rows.rope.shape[-1])
-            return keys_of_rows(quantize(*rows), layout)
+            return keys_of_rows(quantize(*rows), LatentRowLayout(layer.rank, rows.rope.shape[-1]))
         return round_keys(*rows, self.configuration)
 
     def attend(self, layer: ServedLayer, query: Query, prefix: Keys, own: Rows, visible: Tensor) -> Tensor:
         stored = self.keep(layer, own)
         keys = Keys(*(torch.cat([getattr(part, name) for part in (prefix, stored)]) for name in vars(stored)))
-        ours = self.configuration == "per_token"
-
-        def absorb(q: Tensor, q_rope: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-            return absorb_fp8(q, q_rope, keys, layer.softmax_scale, seen, power_of_two=ours)
-
-        return layer.values(in_pieces(absorb, layer.absorbed(query), query.rope, visible)[0])
+        given = layer.absorbed(query), query.rope, keys, layer.softmax_scale, visible
+        return layer.values(absorb_fp8(*given, power_of_two=self.configuration == "per_token")[0])
 
 
 @dataclass(frozen=True)
@@ -281,13 +250,14 @@ class Hybrid:
         n, tails = len(prefix.v), PlainRows()
         out, lse = tails.over(layer, query, tails.keep(layer, own), visible - n)
         if self.fp8:
-            shared = in_pieces(lambda *q: reference.naive_fp8(*q, *prefix, layer.softmax_scale), *query)
+            shared = reference.naive_fp8(*query, *prefix, layer.softmax_scale)
         else:
             shared = layer.naive(query, prefix, torch.full_like(visible, n))
         shared_lse = shared[1] / math.log(2) if self.wrong_base else shared[1]
         return layer.round(reference.merge(shared[0], shared_lse, layer.values(out), lse)[0])
 
 
+Impl = PlainRows | ScaledRows | Hybrid
 SNAPMLA: dict[str, Configuration] = {
     "snapmla_config_a": "rope_too",
     "snapmla_config_b": "fixed",
@@ -296,8 +266,9 @@ SNAPMLA: dict[str, Configuration] = {
 }
 """The alternatives of SnapMLA's table 2, as records name them."""
 
+BASELINE = "sglang_bf16"
 IMPLS: dict[str, Impl] = {
-    "sglang_bf16": PlainRows(),
+    BASELINE: PlainRows(),
     "hybrid_mla": Hybrid(),
     "hybrid_mla_fp8_prefix": Hybrid(fp8=True),
     "hybrid_mla_fp8_rows": ScaledRows("per_token"),
@@ -305,7 +276,6 @@ IMPLS: dict[str, Impl] = {
     "sglang_fp8": PlainRows(fp8=True),
     "wrong_lse_base": Hybrid(wrong_base=True),
 }
-BASELINE = "sglang_bf16"
 
 
 class Served:
@@ -315,26 +285,21 @@ class Served:
         network: weights in float32 that BF16 has (in float64, with `rounds` False, for tests).
     """
 
-    def __init__(self, network: Network, rounds: bool = True) -> None:
+    def __init__(self, network: DeepseekV3ForCausalLM, rounds: bool = True) -> None:
         self.network = network.requires_grad_(False)
         self.layers = [ServedLayer(layer, rounds) for layer in network.model.layers]
 
-    def angles(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions, `[count, 1, dr / 2]` each."""
-        frequencies = self.network.frequencies
-        positions = torch.arange(start, start + count, device=frequencies.device)
-        return turns(positions, frequencies)
-
-    def embed(self, tokens: list[int]) -> Tensor:
-        weight = self.network.model.embed_tokens.weight
-        return weight[torch.tensor(tokens, dtype=torch.int64, device=weight.device)]
+    def begin(self, start: int, tokens: list[int]) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        """Return embeddings, turns and visible keys of tokens behind `start` others."""
+        ids = torch.tensor(tokens, device=self.network.device)
+        x, visible = self.network.model.embed_tokens(ids), start + torch.arange(1, len(ids) + 1, device=ids.device)
+        return x, self.network.model.rotary_emb(x, visible[None] - 1), visible
 
     def walk(self, tokens: list[int]) -> Iterator[tuple[ServedLayer, Query, Rows]]:
         """Prefill, layer by layer: queries and rows of all tokens."""
-        x, angles = self.embed(tokens), self.angles(0, len(tokens))
-        visible = torch.arange(1, len(tokens) + 1, device=x.device)
+        x, turns, visible = self.begin(0, tokens)
         for layer in self.layers:
-            query, rows = layer.before(x, *angles)
+            query, rows = layer.before(x, turns)
             yield layer, query, rows
             if layer is not self.layers[-1]:  # the last one's output is only for logits
                 heads, _ = layer.naive(query, layer.expand(rows), visible)
@@ -350,9 +315,8 @@ class Served:
 
     def decode(self, impl: Impl, kept: list[Any], start: int, tokens: list[int]) -> Tensor:
         """Logits `[T, vocab]` after each of the tokens, which follow a prefix of `start` tokens."""
-        x, angles = self.embed(tokens), self.angles(start, len(tokens))
-        visible = start + torch.arange(1, len(tokens) + 1, device=x.device)
+        x, turns, visible = self.begin(start, tokens)
         for layer, prefix in zip(self.layers, kept, strict=True):
-            query, own = layer.before(x, *angles)
+            query, own = layer.before(x, turns)
             x = layer.after(x, impl.attend(layer, query, prefix, own, visible))
         return self.layers[-1].project(x, self.network.model.norm, self.network.lm_head)

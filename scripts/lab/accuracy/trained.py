@@ -15,13 +15,13 @@ together with it.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from demo_model.checkpoint import ASSISTANT, USER
@@ -58,10 +58,7 @@ class Plan:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.impls if name not in IMPLS] + [
-            n for n in self.lengths if n not in LOOKUP_TOKENS
-        ]
-        if unknown:
+        if unknown := {*self.impls, *self.lengths} - {*IMPLS, *LOOKUP_TOKENS}:
             raise ValueError(f"unknown: {unknown}; there are {', '.join(IMPLS)}, and lengths {list(LOOKUP_TOKENS)}")
 
     @property
@@ -84,7 +81,7 @@ class Question(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    system: list[int]
+    prefix: list[int]  # the system prompt
     questions: list[Question]
 
 
@@ -93,10 +90,9 @@ def prose_windows(data: Data, most: int, seed: int) -> list[Window]:
 
     So a small sample covers many documents, and no long document outweighs the others.
     """
-    rng, prose = random.Random(f"{seed}/prose"), data.held_out
-    order = list(range(len(prose)))
-    rng.shuffle(order)
-    cuts = (cut(index, prose.document(index).tolist()) for index in order)
+    order = list(range(len(data.held_out)))
+    random.Random(f"{seed}/prose").shuffle(order)
+    cuts = (cut(index, data.held_out.document(index).tolist()) for index in order)
     found: list[Window] = []
     scored = 0
     for window in filter(None, chain.from_iterable(zip_longest(*cuts))):
@@ -105,14 +101,6 @@ def prose_windows(data: Data, most: int, seed: int) -> list[Window]:
         found.append(window)
         scored += len(window.tokens) - 1
     return found
-
-
-def places_of(found: Sequence[Window]) -> tuple[dict[int, int], np.ndarray]:
-    """The documents of windows, each with its place in arrays; and `[documents]` tokens of each that are scored."""
-    counts: Counter[int] = Counter()
-    for window in found:
-        counts[window.document] += len(window.tokens) - 1
-    return {document: place for place, document in enumerate(counts)}, np.array([*counts.values()], dtype=float)
 
 
 def cut(index: int, document: list[int]) -> Iterator[Window]:
@@ -128,98 +116,80 @@ def lookup_prompts(data: Data, length: int, plan: Plan) -> list[Prompt]:
     tokens, material, found = LOOKUP_TOKENS[length], data.material(held_out=True), []
     cases = lookup_cases(material, plan.lengths[length], tokens, lambda text: len(data.encode(text)), plan.seed)
     for index, case in enumerate(cases):
-        system = case.prompt.rpartition(USER)[0]
         table = case.table
         assert table is not None
         rng = random.Random(f"{plan.seed}/{tokens}/{index}/questions")
-        questions = [
-            Question(
-                data.encode(f"{USER}{table.question(rng, name, first=True)}{ASSISTANT}"),
-                [[*data.encode(table.facts[name]), EOS_ID]],
-            )
-            for name in rng.sample(list(table.facts), min(plan.questions, len(table.facts)))
-        ]
-        found.append(Prompt(data.encode(system), questions))
+        names = rng.sample(list(table.facts), min(plan.questions, len(table.facts)))
+        asked = {name: f"{USER}{table.question(rng, name, first=True)}{ASSISTANT}" for name in names}
+        questions = [question_of(data, text, [table.facts[name]]) for name, text in asked.items()]
+        found.append(Prompt(data.encode(case.prompt.rpartition(USER)[0]), questions))
     return found
 
 
 def dictionary_prompts(data: Data, plan: Plan) -> list[Prompt]:
     """Return prompts with one question each."""
     found = []
-    for case in (case for cases in dictionary_cases(data.words, plan.cases, plan.seed).values() for case in cases):
+    for case in chain(*dictionary_cases(data.words, plan.cases, plan.seed).values()):
         system, mark, question = case.prompt.rpartition(USER)
-        answers = [[*data.encode(answer), EOS_ID] for answer in case.accepted]
-        found.append(Prompt(data.encode(system), [Question(data.encode(mark + question), answers)]))
+        found.append(Prompt(data.encode(system), [question_of(data, mark + question, case.accepted)]))
     return found
 
 
-def losses(served: Served, impl: Impl, rows: list[Rows], window: Window) -> float:
-    """Sum over the predicted tokens of a window."""
-    logits = served.decode(impl, served.keep(impl, rows), len(window.prefix), window.tokens[:-1])
-    targets = torch.tensor(window.tokens[1:], device=logits.device)
-    return float(F.cross_entropy(logits.double(), targets, reduction="sum"))
+def question_of(data: Data, text: str, answers: Sequence[str]) -> Question:
+    """Return a question and its accepted answers as tokens."""
+    return Question(data.encode(text), [[*data.encode(answer), EOS_ID] for answer in answers])
 
 
-def right(served: Served, impl: Impl, rows: list[Rows], prompt: Prompt) -> int:
-    """Questions that greedy decoding answers with one of the accepted answers."""
-    kept, start = served.keep(impl, rows), len(prompt.system)
+def score(served: Served, impl: Impl, rows: list[Rows], asked: Window | Prompt) -> float:
+    """Return the sum of losses of a window's tokens, or the questions of a prompt that greedy decoding answers right.
 
-    def is_right(question: Question) -> bool:
-        begin = len(question.tokens) - 1
-        found = (served.decode(impl, kept, start, question.tokens + answer[:-1])[begin:] for answer in question.answers)
-        return any(logits.argmax(-1).tolist() == answer for logits, answer in zip(found, question.answers, strict=True))
+    Args:
+        rows: of the prefix, from `Served.prefill`.
+    """
+    kept, start = served.keep(impl, rows), len(asked.prefix)
+    if isinstance(asked, Window):
+        logits = served.decode(impl, kept, start, asked.tokens[:-1])
+        targets = torch.tensor(asked.tokens[1:], device=logits.device)
+        return float(F.cross_entropy(logits.double(), targets, reduction="sum"))
 
-    return sum(is_right(question) for question in prompt.questions)
+    def is_right(question: Question, answer: list[int]) -> bool:
+        logits = served.decode(impl, kept, start, question.tokens + answer[:-1])
+        return logits[len(question.tokens) - 1 :].argmax(-1).tolist() == answer
 
-
-def mean_of(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
-    return sums.sum(axis) / counts.sum(axis)
-
-
-def perplexity_of(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
-    return np.exp(mean_of(sums, counts, axis))
-
-
-def change_of(sums: np.ndarray, base: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
-    """Return the change of perplexity in percent."""
-    return 100 * (np.exp(mean_of(sums - base, counts, axis)) - 1)
-
-
-def points_of(sums: np.ndarray, base: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
-    """Difference of accuracies in percentage points."""
-    return 100 * mean_of(sums - base, counts, axis)
-
-
-def estimate(name: str, statistic: Callable[..., np.ndarray], seed: int, *data: np.ndarray) -> dict[str, float]:
-    """A statistic and the ends of its interval; the elements of the arrays are drawn together."""
-    drawn = bootstrap(
-        data,
-        statistic,
-        paired=True,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return {name: float(statistic(*data)), f"{name}_low": float(drawn.low), f"{name}_high": float(drawn.high)}
+    return sum(any(is_right(question, answer) for answer in question.answers) for question in asked.questions)
 
 
 def compared(
     sums: dict[str, np.ndarray], counts: np.ndarray, plan: Plan, case: dict[str, Any], metric: str
 ) -> Iterator[Record]:
-    """A record for each implementation, with the difference to sglang_bf16.
+    """A record for each implementation, with the difference to sglang_bf16: in percent of a perplexity, and in
+    percentage points of an accuracy.
 
     Args:
         sums: of losses or right answers, for each document or prompt; counts: tokens or questions.
         metric: perplexity, or the name of an accuracy.
     """
     prose = metric == "perplexity"
-    own, difference = (perplexity_of, change_of) if prose else (mean_of, points_of)
     difference_name = "perplexity_change_pct" if prose else f"{metric}_diff_points"
+
+    def own(of: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
+        mean = of.sum(axis) / counts.sum(axis)
+        return np.exp(mean) if prose else mean
+
+    def difference(of: np.ndarray, base: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
+        mean = (of - base).sum(axis) / counts.sum(axis)
+        return 100 * (np.exp(mean) - 1 if prose else mean)
+
+    def estimate(name: str, statistic: Callable[..., np.ndarray], *data: np.ndarray) -> dict[str, float]:
+        """A statistic and the ends of its interval; the elements of the arrays are drawn together."""
+        options = dict(paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile")
+        ends = bootstrap(data, statistic, **options, rng=np.random.default_rng(plan.seed)).confidence_interval
+        return {name: float(statistic(*data)), f"{name}_low": float(ends.low), f"{name}_high": float(ends.high)}
+
     for name, of_impl in sums.items():
-        metrics = estimate(metric, own, plan.seed, of_impl, counts)
+        metrics = estimate(metric, own, of_impl, counts)
         if name != BASELINE:
-            metrics |= estimate(difference_name, difference, plan.seed, of_impl, sums[BASELINE], counts)
+            metrics |= estimate(difference_name, difference, of_impl, sums[BASELINE], counts)
         yield name, dict(study="demo", **case), metrics
 
 
@@ -243,9 +213,10 @@ def tasks_of(data: Data, plan: Plan) -> Iterator[Task]:
     """Yield everything that a plan asks."""
     if plan.prose_tokens:
         found = prose_windows(data, plan.prose_tokens, plan.seed)
-        places, counts = places_of(found)
-        case = dict(task="prose", tokens=int(counts.sum()), documents=len(places), window=WINDOW, stride=STRIDE)
-        yield Task(case, "perplexity", [(places[window.document], window) for window in found], counts)
+        places, documents = pd.factorize(np.array([window.document for window in found]))
+        counts = np.bincount(places, weights=[len(window.tokens) - 1 for window in found])
+        case = dict(task="prose", tokens=int(counts.sum()), documents=len(documents), window=WINDOW, stride=STRIDE)
+        yield Task(case, "perplexity", list(zip(places, found, strict=True)), counts)
     questions: list[tuple[dict[str, Any], list[Prompt]]] = []
     if plan.cases:
         questions.append((dict(task="dictionary"), dictionary_prompts(data, plan)))
@@ -254,17 +225,6 @@ def tasks_of(data: Data, plan: Plan) -> Iterator[Task]:
         counts = np.array([float(len(prompt.questions)) for prompt in prompts])
         case = case | dict(prompts=len(prompts), questions=int(counts.sum()))
         yield Task(case, f"{case['task']}_acc", list(enumerate(prompts)), counts)
-
-
-def study(served: Served, plan: Plan, task: Task) -> Iterator[Record]:
-    """Score the windows, or ask the questions, of one task."""
-    sums = {name: np.zeros(len(task.counts)) for name in plan.chosen}
-    score: Callable[..., float] = losses if task.metric == "perplexity" else right
-    for place, asked in track(task.asked, " ".join(map(str, task.case.values()))):
-        rows = served.prefill(asked.prefix if isinstance(asked, Window) else asked.system)
-        for name, impl in plan.chosen.items():
-            sums[name][place] += score(served, impl, rows, asked)
-    yield from compared(sums, task.counts, plan, task.case, task.metric)
 
 
 def attention_in_float64(layer: ServedLayer, query: Query, rows: Rows, visible: torch.Tensor) -> torch.Tensor:
@@ -284,9 +244,9 @@ def layer_study(served: Served, data: Data, plan: Plan) -> Iterator[Record]:
     parts: dict[tuple[int, str], list[np.ndarray]] = {}
     outs: dict[tuple[int, str], list[torch.Tensor]] = {}
     for prompt in track(prompts, "activations"):
-        n, last = len(prompt.system), min(LAST_ROWS, len(prompt.system) // 2)
-        visible = torch.arange(n - last + 1, n + 1, device=served.network.frequencies.device)
-        for index, (layer, query, rows) in enumerate(served.walk(prompt.system)):
+        n, last = len(prompt.prefix), min(LAST_ROWS, len(prompt.prefix) // 2)
+        visible = torch.arange(n - last + 1, n + 1, device=served.network.device)
+        for index, (layer, query, rows) in enumerate(served.walk(prompt.prefix)):
             for part, values in rows._asdict().items():
                 parts.setdefault((index, part), []).append(values.abs().float().cpu().numpy())
             query = Query(*(part[-last:] for part in query))
@@ -295,7 +255,7 @@ def layer_study(served: Served, data: Data, plan: Plan) -> Iterator[Record]:
             for name, impl in plan.chosen.items():
                 out = impl.attend(layer, query, impl.keep(layer, prefix), own, visible)
                 outs.setdefault((index, name), []).append(out)
-    sizes = dict(tokens=len(prompts[0].system), prompts=len(prompts))
+    sizes = dict(tokens=len(prompts[0].prefix), prompts=len(prompts))
     for (index, part), values in parts.items():
         found = np.percentile(np.concatenate(values), list(PERCENTILES.values()))
         case = dict(study="demo_ranges", layer=index, part={"latent": "content", "rope": "rotary"}[part], **sizes)
@@ -310,6 +270,11 @@ def layer_study(served: Served, data: Data, plan: Plan) -> Iterator[Record]:
 def demo(served: Served, data: Data, plan: Plan) -> Iterator[Record]:
     """The whole study, without the parts of which nothing is asked."""
     for task in tasks_of(data, plan):
-        yield from study(served, plan, task)
+        sums = {name: np.zeros(len(task.counts)) for name in plan.chosen}
+        for place, asked in track(task.asked, " ".join(map(str, task.case.values()))):
+            rows = served.prefill(asked.prefix)
+            for name, impl in plan.chosen.items():
+                sums[name][place] += score(served, impl, rows, asked)
+        yield from compared(sums, task.counts, plan, task.case, task.metric)
     if plan.lengths and plan.activation_prompts:
         yield from layer_study(served, data, plan)

@@ -5,71 +5,66 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bench.cases import Case
+import pandas as pd
 from bench.records import Record, newest_by
 
 from lab.papers import experiments as kinds
 from lab.papers import values
-from lab.papers.experiments import EXPERIMENTS, Implementation, key
+from lab.papers.experiments import EXPERIMENTS, key
 from sglang_mla_ext.configs import gpu_config_of, read_config
 
-NAMES = {model: read_config("models", model)["name"] for model in kinds.MODELS}
-BASELINES = (kinds.FLASHMLA_BF16, kinds.FLASHINFER)  # TyphoonMLA's
-WITH_PREFIX = (kinds.TYPHOON_PARTS, kinds.OURS_BF16, kinds.OURS_FP8_PREFIX)
+FLASHMLA, FLASHINFER, OURS_FP8 = kinds.FLASHMLA_BF16.label, kinds.FLASHINFER.label, kinds.OURS_FP8.label
+WITH_PREFIX = [of.label for of in (kinds.TYPHOON_PARTS, kinds.OURS_BF16, kinds.OURS_FP8_PREFIX)]
 
 Claim = tuple[str, str, str, str]
 """A paper's claim, its place, its number, and what was found here."""
 
 
-class Row(NamedTuple):
-    """A case, what names it beside its numbers, and the newest record of each implementation that has one."""
+class Measured(NamedTuple):
+    """An experiment on one GPU: a row for each case, in the experiment's order."""
 
-    case: Case
-    names: dict[str, str]
-    of: dict[Implementation, Record]
+    cases: pd.DataFrame  # what names each case
+    ms: pd.DataFrame  # by label of the implementation; NaN where it was not measured
+    tflops: pd.DataFrame
+    records: list[Record]
 
-    def value(self, of: Implementation, metric: str) -> float | None:
-        """A measurement; None where there is none."""
-        return self.of[of][metric] if of in self.of else None
+    def faster(self, of: list[str], over: Sequence[str]) -> pd.DataFrame:
+        """Return how many times faster implementations are than the fastest of others, case by case."""
+        return self.ms[of].rdiv(self.ms[[*over]].min(axis=1), axis=0)
 
-    def speed_up(self, of: Implementation, over: Iterable[Implementation]) -> float | None:
-        """Return how many times faster it is than the fastest of others; None without any."""
-        times = [ms for other in over if (ms := self.value(other, "ms"))]
-        ms = self.value(of, "ms")
-        return min(times) / ms if times and ms else None
+    @property
+    def nominal_tflops(self) -> float | None:
+        """The nominal BF16 rate of the GPU."""
+        return values.NOMINAL_BF16_TFLOPS.get(gpu_config_of(self.records[0]["gpu"]) or "")
 
 
-def measured(name: str, records: Iterable[Record]) -> list[Row]:
-    """Return what is measured of an experiment, in its order, on the GPU of its newest record."""
+def measured(name: str, records: Iterable[Record]) -> Measured | None:
+    """Return what is measured of an experiment, on the GPU of its newest record; None if nothing is."""
     found = [record for record in newest_by(records) if record["case"]["experiment"] == name]
     newest = {key(one["impl"], one["part"], one["case"]): one for one in found if one["gpu"] == found[-1]["gpu"]}
-    rows = []
-    for cells in EXPERIMENTS[name].cells(name):
-        of = {cell.of: newest[cell.key] for cell in cells if cell.key in newest}
-        if of:
-            rows.append(Row(cells[0].case, dict(cells[0].conditions), of))
-    return rows
+    cells = [
+        (number, cell, newest[cell.key])
+        for number, of_case in enumerate(EXPERIMENTS[name].cells(name))
+        for cell in of_case
+        if cell.key in newest
+    ]
+    if not cells:
+        return None
+    rows = pd.DataFrame([{"number": at, "of": cell.of.label, **record["case"], **record} for at, cell, record in cells])
+    by_label = rows.pivot(index="number", columns="of", values=["ms", "tflops"])
+    labels = [of.label for of in EXPERIMENTS[name].implementations]
+    ms, tflops = (by_label[metric].reindex(columns=labels) for metric in ("ms", "tflops"))
+    return Measured(rows.groupby("number").first(), ms, tflops, [record for *_, record in cells])
 
 
 def claims(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     """Yield a row for each claim about the experiments that these records are of."""
     records = list(records)
     for name, of_experiment in CLAIMS.items():
-        rows = measured(name, records)
-        shown = [record for row in rows for record in row.of.values()]
-        for says, where, paper, here in of_experiment(rows) if rows else ():
-            of = EXPERIMENTS[name].title.partition(",")[0]
-            yield {"of": of, "says": says, "where": where, "paper": paper, "here": here, "records": shown}
-
-
-def nominal_tflops(rows: Sequence[Row]) -> float | None:
-    """Return the nominal BF16 rate of the GPU of some measurements."""
-    return values.NOMINAL_BF16_TFLOPS.get(gpu_config_of(gpu_of(rows)) or "")
-
-
-def gpu_of(rows: Sequence[Row]) -> str:
-    """Return the GPU of measurements."""
-    return str(next(iter(rows[0].of.values()))["gpu"])
+        if (found := measured(name, records)) is not None:
+            for says, where, paper, here in of_experiment(found):
+                of = EXPERIMENTS[name].title.partition(",")[0]
+                yield {"of": of, "says": says, "where": where, "paper": paper, "here": here, "records": found.records}
 
 
 def snapmla_peak(bf16_tflops: float, content_tiles: int = 16, rotary_tiles: int = 1) -> float:
@@ -80,135 +75,122 @@ def snapmla_peak(bf16_tflops: float, content_tiles: int = 16, rotary_tiles: int 
     return bf16_tflops * (content_tiles + rotary_tiles) / (content_tiles / 2 + rotary_tiles)
 
 
-def times(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}x"
+def times(value: float) -> str:
+    return "–" if pd.isna(value) else f"{value:.2f}x"
 
 
-def between(found: Iterable[float | None]) -> str:
+def between(found: pd.Series) -> str:
     """Return the least and the greatest of ratios."""
-    known = [value for value in found if value is not None]
-    return f"{min(known):.2f}x to {max(known):.2f}x" if known else "–"
+    return f"{times(found.min())} to {times(found.max())}"
 
 
-def wins(found: Iterable[float | None]) -> str:
+def wins(found: pd.Series) -> str:
     """Return how many ratios are above 1."""
-    known = [value for value in found if value is not None]
-    return f"{sum(value > 1 for value in known)} of {len(known)}"
+    return f"{(found > 1).sum()} of {found.count()}"
 
 
-def each(of: Iterable[Implementation], text: Callable[[Implementation], str]) -> str:
-    return ", ".join(f"{text(one)} ({one.label})" for one in of)
+def each(found: pd.Series | pd.DataFrame, text: Callable[[Any], str]) -> str:
+    """Return the text of each implementation's value, or column of values."""
+    return ", ".join(f"{text(value)} ({label})" for label, value in found.items())
 
 
-def typhoon_figure_3(rows: Sequence[Row]) -> Iterator[Claim]:
+def typhoon_figure_3(of: Measured) -> Iterator[Claim]:
     """Yield speed-ups over the faster of FlashMLA BF16 and FlashInfer, and attention in all layers (table 3)."""
+    gains, where = of.faster(WITH_PREFIX, (FLASHMLA, FLASHINFER)), "section 4, on GPUs"
 
-    def gains(of: Implementation, **names: str) -> list[float]:
-        found = (row.speed_up(of, BASELINES) for row in rows if names.items() <= row.names.items())
-        return [gain for gain in found if gain is not None]
+    def most(field: str) -> str:
+        by_name = gains[WITH_PREFIX[:2]].groupby(of.cases[field]).max()
+        return each(by_name, lambda column: " / ".join(map(times, column)))
 
-    def most(of: Implementation, field: str, names: Iterable[str]) -> str:
-        return " / ".join(times(max(gains(of, **{field: name}), default=None)) for name in names)
-
-    where, bf16, models = "section 4, on GPUs", WITH_PREFIX[:2], " / ".join(NAMES.values())
-    at_most = each(WITH_PREFIX, lambda of: times(max(gains(of), default=None)))
-    yield "faster than FlashMLA and FlashInfer, at most", where, f"{values.TYPHOON_SPEED_UP}x", at_most
-    yield "faster than both everywhere", where, "all cells", each(WITH_PREFIX, lambda of: wins(gains(of)))
-    yield "most with prompt A", where, "A / B / C", each(bf16, lambda of: most(of, "prompt", kinds.PROMPTS))
-    yield "more with Kimi-K2", where, models, each(bf16, lambda of: most(of, "model", kinds.MODELS))
+    yield "faster than FlashMLA and FlashInfer, at most", where, f"{values.TYPHOON_SPEED_UP}x", each(gains.max(), times)
+    yield "faster than both everywhere", where, "all cells", each(gains, wins)
+    yield "most with prompt A", where, "A / B / C", most("prompt")
+    models = " / ".join(read_config("models", model)["name"] for model in kinds.MODELS)
+    yield "more with Kimi-K2", where, models, most("model")
     layers, requests = values.TYPHOON_TABLE_3_LAYERS, values.TYPHOON_TABLE_3_REQUESTS
-    for prompt, (flashmla, typhoon) in values.TYPHOON_TABLE_3.items():
-        names = {"model": "deepseek-v3", "questions": "mmlu", "prompt": prompt}
-        for row in (row for row in rows if row.names == names and row.case.batch == requests):
-            printed = f"{flashmla.attention_ms} (FlashMLA), {typhoon.attention_ms} (TyphoonMLA)"
-            shown = [of for of in (kinds.FLASHMLA_BF16, *WITH_PREFIX) if of in row.of]
-            here = each(shown, lambda of, row=row: f"{row.of[of]['ms'] * layers:.1f}")
-            yield f"ms of attention, {layers} layers, MMLU, {requests} requests, {prompt}", "table 3", printed, here
+    table_3 = of.cases.query("model == 'deepseek-v3' and questions == 'mmlu' and batch == @requests")
+    for number, prompt in table_3["prompt"].items():
+        (flashmla, *_), (typhoon, *_) = values.TYPHOON_TABLE_3[prompt]
+        printed = f"{flashmla} (FlashMLA), {typhoon} (TyphoonMLA)"
+        here = each(layers * of.ms.loc[number, [FLASHMLA, *WITH_PREFIX]].dropna(), "{:.1f}".format)
+        yield f"ms of attention, {layers} layers, MMLU, {requests} requests, {prompt}", "table 3", printed, here
 
 
-def typhoon_figure_4(rows: Sequence[Row]) -> Iterator[Claim]:
+def typhoon_figure_4(of: Measured) -> Iterator[Claim]:
     """Yield the times of stages at the largest batch."""
-    last = rows[-1]
-    if last.case.batch != kinds.STAGE_REQUESTS[-1]:
+    if of.cases["batch"].iloc[-1] != kinds.STAGE_REQUESTS[-1]:
         return
+    ms = of.ms.iloc[-1]
+    stages = ms[[kinds.STAGE_1.label, kinds.STAGE_1_FP8.label]]
+    absorb, tail = ms[kinds.ABSORB_ONLY.label], ms[kinds.STAGE_2.label]
 
-    def ms(of: Implementation) -> str:
-        value = last.value(of, "ms")
-        return "–" if value is None else f"{value:.3f}"
-
-    def ratio(stage: Implementation) -> str:
-        found = [last.value(of, "ms") for of in (kinds.ABSORB_ONLY, kinds.STAGE_2, stage)]
-        return times((found[0] - found[1]) / found[2] if None not in found else None)
+    def text(value: float) -> str:
+        return "– ms" if pd.isna(value) else f"{value:.3f} ms"
 
     where = f"section 4, {kinds.STAGE_REQUESTS[-1]:,} requests"
-    stages = (kinds.STAGE_1, kinds.STAGE_1_FP8)
     here = {
-        "absorb only": f"{ms(kinds.ABSORB_ONLY)} ms (FlashMLA BF16)",
-        "stage 1": each(stages, lambda of: f"{ms(of)} ms"),
-        "stage 2": f"{ms(kinds.STAGE_2)} ms (FlashMLA BF16)",
+        "absorb only": f"{text(absorb)} (FlashMLA BF16)",
+        "stage 1": each(stages, text),
+        "stage 2": f"{text(tail)} (FlashMLA BF16)",
     }
-    for text, value in values.TYPHOON_STAGES_MS.items():
-        yield text, where, f"{value} ms", here[text]
-    yield "the shared part, absorb / naive", where, f"{values.TYPHOON_STAGES_RATIO}x", each(stages, ratio)
+    for name, value in values.TYPHOON_STAGES_MS.items():
+        yield name, where, f"{value} ms", here[name]
+    ratios = each((absorb - tail) / stages, times)
+    yield "the shared part, absorb / naive", where, f"{values.TYPHOON_STAGES_RATIO}x", ratios
 
 
-def snapmla(rows: Sequence[Row], where: str) -> Iterator[Claim]:
+def snapmla(of: Measured, where: str) -> Iterator[Claim]:
     """Yield the claims that figures 5 and 6 have in common."""
-    reached = [row.of[kinds.OURS_FP8]["tflops"] for row in rows if kinds.OURS_FP8 in row.of and row.case.heads >= 64]
-    nominal, here = nominal_tflops(rows), "–"
-    if nominal and reached:  # the nominal rate, as in the paper
-        here = f"{max(reached) / snapmla_peak(nominal):.0%} of {snapmla_peak(nominal):,.0f} TFLOPS (ours FP8)"
+    reached, here = of.tflops.loc[of.cases["heads"] >= 64, OURS_FP8].max(), "–"
+    if of.nominal_tflops and not pd.isna(reached):  # the nominal rate, as in the paper
+        ours = snapmla_peak(of.nominal_tflops)
+        here = f"{reached / ours:.0%} of {ours:,.0f} TFLOPS (ours FP8)"
     peak = f"{values.SNAPMLA_SHARE:.0%} of {snapmla_peak(values.SNAPMLA_BF16_TFLOPS):.1f} TFLOPS"
     yield "share of the effective peak with 64 heads and more", "section 4.4", peak, here
-    gains = [row.speed_up(kinds.OURS_FP8, [kinds.FLASHMLA_BF16]) for row in rows]
+    gains = of.faster([OURS_FP8], [FLASHMLA])[OURS_FP8]
     yield "faster than FlashMLA BF16", where, "all cells", f"{wins(gains)}, {between(gains)} (ours FP8)"
 
 
-def snapmla_figure_6(rows: Sequence[Row]) -> Iterator[Claim]:
+def snapmla_figure_6(of: Measured) -> Iterator[Claim]:
     """Yield also what a second query token gains: its TFLOPS over those of one."""
-    yield from snapmla(rows, "figure 6")
-    tflops = {(row.case.tail, row.case.heads, row.case.s_q): row.value(kinds.OURS_FP8, "tflops") for row in rows}
-    ratios = [
-        two / one
-        for (tail, heads, s_q), two in tflops.items()
-        if s_q == 2 and two and (one := tflops.get((tail, heads, 1)))
-    ]
+    yield from snapmla(of, "figure 6")
+    by_tokens = of.cases.assign(tflops=of.tflops[OURS_FP8]).pivot(
+        index=["tail", "heads"], columns="s_q", values="tflops"
+    )
+    ratios = by_tokens[2] / by_tokens[1]
     yield "TFLOPS with two query tokens over those with one", "figure 6", "slightly more", between(ratios)
 
 
-def etap_figure_1(rows: Sequence[Row]) -> Iterator[Claim]:
+def etap_figure_1(of: Measured) -> Iterator[Claim]:
     """Yield TFLOPS and speed-ups of the cells that the paper's text names."""
-    ours, where = (kinds.OURS_STACKED, kinds.OURS_FP8), "section 4.2, figure 1"
-    rivals = {"FlashMLA": kinds.FLASHMLA_BF16, "FlashInfer": kinds.FLASHINFER}
-    for row in rows:
-        printed = values.ETAP_TFLOPS.get((row.case.batch, row.case.tail))
-        if printed is None:
-            continue
-        what = f"{row.case.batch} requests, {row.case.tail:,} tokens"
-        shown = [of for of in (*rivals.values(), *ours) if of in row.of]
-        here = each(shown, lambda of, row=row: f"{row.of[of]['tflops']:,.0f}")
-        yield f"TFLOPS, {what}", where, ", ".join(f"{value} ({name})" for name, value in printed.items()), here
-        for name in (name for name in rivals if name in printed):
-            ratio = f"{printed['FlashMLA-ETAP'] / printed[name]:.2f}x"
-            gains = each(ours, lambda of, row=row, rival=rivals[name]: times(row.speed_up(of, [rival])))
-            yield f"faster than {name}, {what}", where, ratio, gains
+    ours, where = [kinds.OURS_STACKED.label, OURS_FP8], "section 4.2, figure 1"
+    rivals = {"FlashMLA": FLASHMLA, "FlashInfer": FLASHINFER}
+    for number, batch, tail in of.cases[["batch", "tail"]].itertuples():
+        if printed := values.ETAP_TFLOPS.get((batch, tail)):
+            what = f"{batch} requests, {tail:,} tokens"
+            here = each(of.tflops.loc[number, [*rivals.values(), *ours]].dropna(), "{:,.0f}".format)
+            yield f"TFLOPS, {what}", where, ", ".join(f"{value} ({name})" for name, value in printed.items()), here
+            for name in (name for name in rivals if name in printed):
+                ratio = f"{printed['FlashMLA-ETAP'] / printed[name]:.2f}x"
+                gains = of.faster(ours, [rivals[name]]).loc[number]
+                yield f"faster than {name}, {what}", where, ratio, each(gains, times)
 
 
-def amla_table_5(rows: Sequence[Row]) -> Iterator[Claim]:
+def amla_table_5(of: Measured) -> Iterator[Claim]:
     """Yield shares of the GPU's nominal BF16 rate at the shortest and the longest context of the paper."""
-    nominal, ends = nominal_tflops(rows), {min(kinds.AMLA_CONTEXTS), max(kinds.AMLA_CONTEXTS)}
-    for row in (row for row in rows if nominal and row.case.tail in ends):
-        printed = values.AMLA_TABLE_5[row.case.s_q, row.case.tail]
-        here = each(row.of, lambda of, row=row: f"{row.of[of]['tflops'] / nominal:.1%}")
-        queries = ("one query token", "two query tokens")[row.case.s_q - 1]
-        what = f"share of the BF16 peak, {row.case.tail:,} tokens, {queries}"
-        yield what, "table 5", f"{printed.npu}% (AMLA), {printed.gpu}% (GPU)", here
+    nominal, ends = of.nominal_tflops, {min(kinds.AMLA_CONTEXTS), max(kinds.AMLA_CONTEXTS)}
+    for number, s_q, tail in of.cases[["s_q", "tail"]].itertuples():
+        if nominal and tail in ends:
+            _, npu, _, gpu = values.AMLA_TABLE_5[s_q, tail]
+            here = each(of.tflops.loc[number].dropna() / nominal, "{:.1%}".format)
+            what = f"share of the BF16 peak, {tail:,} tokens, {('one query token', 'two query tokens')[s_q - 1]}"
+            yield what, "table 5", f"{npu}% (AMLA), {gpu}% (GPU)", here
 
 
-CLAIMS: dict[str, Callable[[Sequence[Row]], Iterator[Claim]]] = {
+CLAIMS: dict[str, Callable[[Measured], Iterator[Claim]]] = {
     "typhoonmla-figure-3": typhoon_figure_3,
     "typhoonmla-figure-4": typhoon_figure_4,
-    "snapmla-figure-5": lambda rows: snapmla(rows, "figure 5"),
+    "snapmla-figure-5": lambda of: snapmla(of, "figure 5"),
     "snapmla-figure-6": snapmla_figure_6,
     "etap-figure-1": etap_figure_1,
     "amla-table-5": amla_table_5,

@@ -49,15 +49,6 @@ def overview(out: Path) -> str:
     return tabulate(rows, ("experiment", "cases", "measurements", *found))
 
 
-def missing(name: str, done: set[Key], skip: Iterable[str]) -> list[list[Cell]]:
-    """The measurements of an experiment that are still to be made, by case; none of an implementation in `skip`."""
-    cases = (
-        [cell for cell in of_case if cell.key not in done and cell.of.impl not in skip]
-        for of_case in EXPERIMENTS[name].cells(name)
-    )
-    return [of_case for of_case in cases if of_case]
-
-
 def measure_missing(
     name: str,
     out: Path,
@@ -71,18 +62,19 @@ def measure_missing(
     """Measure what is missing of an experiment and append it to the file.
 
     Args:
-        done: measurements that are not repeated.
+        done: measurements that are not repeated; skip: implementations that are not measured.
         measured: makes one measurement; None where it failed.
     Returns:
         how many failed.
     """
     options = ["--rep-ms", str(rep_ms)] if rep_ms != REP_MS else []
     command = shlex.join(["python", "scripts/study.py", "papers", "reproduce", name, *options])
-    failed = 0
-    cases = missing(name, done, skip)
-    for index, of_case in enumerate(cases):
+    failed, cases = 0, list(EXPERIMENTS[name].cells(name))
+    for index, of_case in enumerate(cases, start=1):
         times = []
         for cell in of_case:
+            if cell.key in done or cell.of.impl in skip:
+                continue
             of, metrics = cell.of, measured(cell)
             if metrics is None:
                 failed += 1
@@ -90,8 +82,9 @@ def measure_missing(
             case = cell.fields()
             write_record(out, bench="papers", impl=of.impl, part=of.part, case=case, command=command, **metrics)
             times.append(f"{of.label} {metrics['ms'] * 1e3:.0f} us")
-        after_case()
-        print(f"{name} {index + 1}/{len(cases)}: {of_case[0].case}: {', '.join(times)}", flush=True)
+        if times:
+            after_case()
+            print(f"{name} {index}/{len(cases)}: {of_case[0].case}: {', '.join(times)}", flush=True)
     return failed
 
 

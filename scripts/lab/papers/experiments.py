@@ -7,8 +7,8 @@ chosen here and said beside the choice.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ PRIVATE = (FLASHMLA_BF16, FLASHMLA_FP8, FLASHINFER, OURS_STACKED, OURS_FP8)
 STAGED = (STAGE_1, STAGE_1_FP8, STAGE_2, ABSORB_ONLY)
 
 Key = tuple[str, str, str]
-NamedCase = tuple[Case, tuple[tuple[str, str], ...]]
+NamedCase = tuple[Case, Mapping[str, str]]
 
 
 def key(impl: str, part: str, case: Mapping[str, Any]) -> Key:
@@ -81,8 +81,7 @@ def key(impl: str, part: str, case: Mapping[str, Any]) -> Key:
     return impl, part, json.dumps(dict(case), sort_keys=True)
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One measurement of an experiment.
 
     Attributes:
@@ -92,19 +91,18 @@ class Cell:
     experiment: str
     of: Implementation
     case: Case
-    conditions: tuple[tuple[str, str], ...] = ()
+    conditions: Mapping[str, str]
 
     def fields(self) -> dict[str, Any]:
         """The `case` of its record."""
-        return dict(experiment=self.experiment, **dict(self.conditions)) | self.case.fields(self.of.dtype)
+        return {"experiment": self.experiment, **self.conditions, **self.case.fields(self.of.dtype)}
 
     @property
     def key(self) -> Key:
         return key(self.of.impl, self.of.part, self.fields())
 
 
-@dataclass(frozen=True)
-class Experiment:
+class Experiment(NamedTuple):
     """One figure or table of a paper.
 
     Attributes:
@@ -112,7 +110,7 @@ class Experiment:
     """
 
     title: str
-    cases: tuple[NamedCase, ...]
+    cases: Sequence[NamedCase]
     implementations: tuple[Implementation, ...]
 
     def cells(self, name: str) -> Iterator[list[Cell]]:
@@ -128,54 +126,39 @@ def tail_tokens(questions: str, model: str) -> int:
     return round(of_model["prompt_tokens"]["mean"] + of_model["generated_tokens"]["mean"] / 2)
 
 
-def shared_case(prefix: int, tail: int, heads: int, requests: int) -> Case:
-    """Requests that share a prefix."""
-    return Case(prefix, tail, heads, (requests,))
-
-
-def private_case(tokens: int, heads: int, requests: int, query_tokens: int = 1) -> Case:
-    """Requests that share nothing."""
-    return Case(0, tokens, heads, (), requests, s_q=query_tokens)
-
-
 def _figure_3() -> Iterator[NamedCase]:
     prompts = read_config("workloads", "system_prompts")["tokens"]
     for model, questions, prompt, requests in product(MODELS, QUESTIONS, PROMPTS, REQUESTS):
         heads, tail = read_config("models", model)["num_attention_heads"], tail_tokens(questions, model)
-        names = (("model", model), ("questions", questions), ("prompt", prompt))
-        yield shared_case(prompts[prompt], tail, heads, requests), names
+        names = {"model": model, "questions": questions, "prompt": prompt}
+        yield Case(prompts[prompt], tail, heads, (requests,)), names
 
 
 def _private(
     tokens: Iterable[int], heads: Iterable[int], requests: Iterable[int], query_tokens: Iterable[int] = (1,)
-) -> Iterator[NamedCase]:
-    for s_q, batch, length, count in product(query_tokens, requests, tokens, heads):
-        yield private_case(length, count, batch, s_q), ()
+) -> list[NamedCase]:
+    """Requests that share nothing."""
+    cases = product(query_tokens, requests, tokens, heads)
+    return [(Case(0, length, count, (), batch, s_q=s_q), {}) for s_q, batch, length, count in cases]
 
 
 EXPERIMENTS = {
-    "typhoonmla-figure-3": Experiment("TyphoonMLA, figure 3", tuple(_figure_3()), SHARED),
+    "typhoonmla-figure-3": Experiment("TyphoonMLA, figure 3", list(_figure_3()), SHARED),
     "typhoonmla-figure-4": Experiment(
-        "TyphoonMLA, figure 4",
-        tuple((shared_case(STAGES.prefix, STAGES.tail, STAGES.heads, requests), ()) for requests in STAGE_REQUESTS),
-        STAGED,
+        "TyphoonMLA, figure 4", [(replace(STAGES, sizes=(requests,)), {}) for requests in STAGE_REQUESTS], STAGED
     ),
     "snapmla-figure-5": Experiment(
         "SnapMLA, figure 5",
-        tuple(
-            (private_case(tokens, heads, SNAPMLA_REQUESTS), (("ranks", ranks),))
+        [
+            (case, {"ranks": ranks})
             for ranks, heads in RANKS.items()
-            for tokens in RANK_CONTEXTS
-        ),
+            for case, _ in _private(RANK_CONTEXTS, [heads], [SNAPMLA_REQUESTS])
+        ],
         PRIVATE,
     ),
     "snapmla-figure-6": Experiment(
-        "SnapMLA, figure 6", tuple(_private(SNAPMLA_CONTEXTS, SNAPMLA_HEADS, [SNAPMLA_REQUESTS], (1, 2))), PRIVATE
+        "SnapMLA, figure 6", _private(SNAPMLA_CONTEXTS, SNAPMLA_HEADS, [SNAPMLA_REQUESTS], (1, 2)), PRIVATE
     ),
-    "etap-figure-1": Experiment(
-        "FlashMLA-ETAP, figure 1", tuple(_private(ETAP_CONTEXTS, [16], ETAP_REQUESTS)), PRIVATE
-    ),
-    "amla-table-5": Experiment(
-        "AMLA, table 5", tuple(_private(AMLA_CONTEXTS, [128], [AMLA_REQUESTS], (1, 2))), PRIVATE
-    ),
+    "etap-figure-1": Experiment("FlashMLA-ETAP, figure 1", _private(ETAP_CONTEXTS, [16], ETAP_REQUESTS), PRIVATE),
+    "amla-table-5": Experiment("AMLA, table 5", _private(AMLA_CONTEXTS, [128], [AMLA_REQUESTS], (1, 2)), PRIVATE),
 }

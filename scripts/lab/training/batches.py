@@ -1,6 +1,6 @@
 """Packed training batches of the demo model: prose, dictionary chats and look-ups, drawn anew for every step.
 
-A batch depends on the seed and its step alone, so that a resumed run sees what an uninterrupted one would.
+A batch depends on the seed and its step alone.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,18 +16,17 @@ import torch
 from demo_model.checkpoint import ASSISTANT, EOS, SPECIAL_TOKENS
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lab.training.chats import Material, dictionary_chat, lookup_chat, render
-from lab.training.network import Packed
 from lab.training.sources import Word
 
 ASSISTANT_ID, EOS_ID = SPECIAL_TOKENS.index(ASSISTANT), SPECIAL_TOKENS.index(EOS)
 SHARES = {"prose": 0.4, "dictionary": 0.25, "lookup": 0.35}  # of the tokens
+DRAFT_SHARES = {"prose": 0.1, "dictionary": 0.65, "lookup": 0.25}  # for the layer that drafts
 ANSWER_WEIGHT = 3.0  # of an answer's token in the loss; prose 1, questions and system prompts 0
 SHORTEST = 96  # tokens of a chat
-MOST_DOCUMENTS = 1 / 128  # of a batch, for each of its tokens
+SHORT_CONTEXT, LONG_SHARE = 2048, 0.35  # documents are short at first, and long in this last part of the training
 
 
 class Prose:
@@ -90,82 +88,57 @@ def answer_weights(tokens: np.ndarray) -> np.ndarray:
 
 
 class Batch(NamedTuple):
-    """Packed documents with targets. A named tuple of such, so that torch's loader pins all of it."""
+    """Documents one after another in one flat batch, `[tokens]` each. A named tuple, so that torch's loader pins it."""
 
-    packed: Packed
-    targets: Tensor  # [tokens]
-    weights: Tensor  # [tokens], of each target; 0 at the end of each document
-
-    def to(self, device: torch.device) -> Batch:
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), self)
-
-
-def draw_document(rng: random.Random, data: Data, material: Material, kind: str, context: int) -> list[np.ndarray]:
-    """Tokens and weights of one document of at most `context` tokens; chat lengths are uniform on a log scale."""
-    if kind == "prose":
-        tokens = np.asarray(data.train.draw(rng, context), dtype=np.int64)
-        return [tokens, np.ones(len(tokens), dtype=np.float32)]
-    target = int(math.exp(rng.uniform(math.log(SHORTEST), math.log(context))))
-    chat = (lookup_chat if kind == "lookup" else dictionary_chat)(rng, material, target)
-    tokens = np.array(data.encode(render(chat))[:context], dtype=np.int64)
-    return [tokens, answer_weights(tokens)]
+    tokens: Tensor  # int64
+    positions: Tensor  # int64, each document from 0
+    targets: Tensor
+    weights: Tensor  # of each target; 0 at the end of each document
 
 
 class Batches(Dataset):
-    """Batch number `step` of a training, for documents of at most `context` tokens.
+    """Batches of a training by step. Documents are short at first, and long in the last part of the training.
 
     Args:
+        tokens: of a batch; context: of the longest document.
         shares: of the tokens, by kind of document.
     """
 
-    def __init__(self, data: Data, tokens: int, seed: int, shares: dict[str, float] = SHARES) -> None:
-        self.data, self.tokens, self.seed, self.shares = data, tokens, seed, shares
-        self.material = data.material()
+    def __init__(
+        self, data: Data, tokens: int, context: int, steps: int, seed: int, shares: dict[str, float] = SHARES
+    ) -> None:
+        self.data, self.tokens, self.context, self.steps = data, tokens, context, steps
+        self.seed, self.shares, self.material = seed, shares, data.material()
 
-    def __getitem__(self, key: tuple[int, int]) -> Batch:
-        step, context = key
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> Batch:
         rng = random.Random(f"{self.seed}/{step}")
+        context = self.context if step >= (1 - LONG_SHARE) * self.steps else min(self.context, SHORT_CONTEXT)
         drawn = dict.fromkeys(self.shares, 0)
-        documents: list[list[np.ndarray]] = []
-        most = max(8, int(self.tokens * MOST_DOCUMENTS))
-        left = self.tokens
-        while left > 0:
+        documents: list[tuple[np.ndarray, np.ndarray]] = []
+        while (left := self.tokens - sum(drawn.values())) > 0:
             # The kind furthest below its share; the last place goes to whatever fills it.
             kind = max(drawn, key=lambda kind: self.shares[kind] * (self.tokens - left + 1) - drawn[kind])
             kind = rng.choice(list(drawn)) if rng.random() < 0.2 else kind
-            document = [part[:left] for part in draw_document(rng, self.data, self.material, kind, context)]
-            documents.append(document)
-            drawn[kind] += len(document[0])
-            left -= len(document[0])
-            if len(documents) == most and left:
-                documents.append([np.full(min(left, context), EOS_ID), np.zeros(min(left, context), np.float32)])
-                left -= len(documents[-1][0])
-                most += 1
-        return self.join(documents, context, most)
-
-    def join(self, documents: list[list[np.ndarray]], context: int, most: int) -> Batch:
-        """Make one flat batch; `starts` has the same length in every batch."""
+            tokens, weights = self.draw(rng, kind, context)
+            documents.append((tokens[:left], weights[:left]))
+            drawn[kind] += len(documents[-1][0])
         tokens = np.concatenate([tokens for tokens, _ in documents])
-        weights = np.concatenate([np.append(weight[1:], np.float32(0)) for _, weight in documents])
-        sizes = [len(tokens) for tokens, _ in documents]
-        starts = np.full(max(most, len(sizes)) + 1, len(tokens), dtype=np.int32)
-        starts[: len(sizes) + 1] = np.cumsum([0, *sizes])
-        positions = np.concatenate([np.arange(size) for size in sizes])
-        return Batch(
-            Packed(torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(starts), context),
-            torch.from_numpy(np.append(tokens[1:], 0)),
-            torch.from_numpy(weights),
-        )
+        weights = np.concatenate([np.append(weights[1:], np.float32(0)) for _, weights in documents])
+        positions = np.concatenate([np.arange(len(tokens)) for tokens, _ in documents])
+        return Batch(*map(torch.from_numpy, (tokens, positions, np.append(tokens[1:], 0), weights)))
 
+    def draw(self, rng: random.Random, kind: str, context: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and weights of a document of at most `context` tokens.
 
-def stream(batches: Batches, keys: Iterator[tuple[int, int]], workers: int, pin: bool) -> Iterator[Batch]:
-    """Batches of the keys (step, context), in order, made ahead by `workers` processes."""
-    loader = DataLoader(
-        batches,
-        batch_size=None,
-        sampler=keys,  # type: ignore[arg-type]
-        num_workers=workers,
-        prefetch_factor=4 if workers else None,
-        pin_memory=pin,
-    )
-    return iter(loader)
+        Chat lengths are uniform on a log scale.
+        """
+        if kind == "prose":
+            tokens = np.asarray(self.data.train.draw(rng, context), dtype=np.int64)
+            return tokens, np.ones(len(tokens), dtype=np.float32)
+        target = int(math.exp(rng.uniform(math.log(SHORTEST), math.log(context))))
+        chat = (lookup_chat if kind == "lookup" else dictionary_chat)(rng, self.material, target)
+        tokens = np.array(self.data.encode(render(chat))[:context], dtype=np.int64)
+        return tokens, answer_weights(tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -23,14 +24,9 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-_PHRASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("phrases.yaml").read_text(encoding="utf-8"))
-ONE_WORD: str = _PHRASES["one_word"]
-INSTRUCTIONS: list[str] = _PHRASES["instructions"]
-QUESTIONS: dict[str, list[str]] = _PHRASES["questions"]
-SHARES: dict[str, int] = _PHRASES["shares"]
-"""Weight of each kind of question."""
-TALK: dict[str, str] = _PHRASES["talk"]
-TABLE_QUESTIONS: list[str] = _PHRASES["table_questions"]
+PHRASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("phrases.yaml").read_text(encoding="utf-8"))
+ONE_WORD: str = PHRASES["one_word"]
+QUESTIONS: dict[str, list[str]] = PHRASES["questions"]
 UNKNOWN_SHARE, UNKNOWN = 0.02, "I do not know that word."
 TALK_SHARE = 0.01
 ROW_TOKENS, TURN_TOKENS = 10, 24  # about
@@ -104,11 +100,6 @@ def long_answer(word: Word, kind: str) -> str:
     }[kind]
 
 
-def kinds_of_question(word: Word, short: bool) -> list[str]:
-    """Return what can be asked about a word."""
-    return [kind for kind in QUESTIONS if one_word_answers(word, kind) or (kind == "define" and not short)]
-
-
 def dictionary_turn(rng: random.Random, material: Material, short: bool, told: bool) -> tuple[str, str]:
     """A question about a word and its answer.
 
@@ -118,13 +109,13 @@ def dictionary_turn(rng: random.Random, material: Material, short: bool, told: b
     """
     suffix = f" {ONE_WORD}" if short and not told else ""
     if not short and rng.random() < TALK_SHARE:
-        return rng.choice(list(TALK.items()))
+        return rng.choice(list(PHRASES["talk"].items()))
     if not short and rng.random() < UNKNOWN_SHARE:
         made_up = rng.choice(material.names).lower()
         return rng.choice(QUESTIONS["define"]).format(made_up), UNKNOWN
     word = rng.choice(material.words)
-    kinds = kinds_of_question(word, short)
-    kind = rng.choices(kinds, [SHARES[kind] for kind in kinds])[0]
+    kinds = [kind for kind in QUESTIONS if one_word_answers(word, kind) or (kind == "define" and not short)]
+    kind = rng.choices(kinds, [PHRASES["shares"][kind] for kind in kinds])[0]
     question = rng.choice(phrasings(word.word, kind, held_out=False)).format(word.word)
     return question + suffix, one_word_answers(word, kind)[0] if short else long_answer(word, kind)
 
@@ -139,37 +130,37 @@ class Table:
     facts: dict[str, str]
 
     def lines(self) -> list[str]:
-        return [
-            self.row.format(name=name, value=value, thing=self.thing, attribute=self.attribute)
-            for name, value in self.facts.items()
-        ]
+        return [self.row.format(name=name, value=value, **vars(self)) for name, value in self.facts.items()]
 
     def question(self, rng: random.Random, name: str, first: bool) -> str:
-        form = rng.choice(TABLE_QUESTIONS[:-1] if first else TABLE_QUESTIONS)
-        return form.format(name=name, attribute=self.attribute, thing=self.thing)
-
-    def sentence(self, name: str) -> str:
-        return f"The {self.attribute} of {name} is {self.facts[name]}."
+        """Ask for a name's value; the last way to ask needs another question before it."""
+        forms = PHRASES["table_questions"]
+        return rng.choice(forms[:-1] if first else forms).format(name=name, **vars(self))
 
 
 def make_table(rng: random.Random, material: Material, rows: int) -> Table:
     """A table of different names; values may repeat."""
     names = rng.sample(material.names, min(rows, len(material.names)))
     facts = {name: rng.choice(material.values) for name in names}
-    return Table(*(rng.choice(_PHRASES[part]) for part in ("things", "attributes", "rows")), facts)
+    return Table(*(rng.choice(PHRASES[part]) for part in ("things", "attributes", "rows")), facts)
 
 
 def system_with_table(rng: random.Random, material: Material, table: Table, prose_tokens: int, short: bool) -> str:
     """Write an instruction, then the table in one to three pieces among passages of prose."""
     lines = table.lines()
     cuts = sorted(rng.randrange(len(lines) + 1) for _ in range(rng.randrange(3) if prose_tokens else 0))
-    pieces = [lines[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(lines)], strict=True)]
-    parts = ["\n".join(piece) for piece in pieces if piece]
+    pieces = pairwise([0, *cuts, len(lines)])
+    parts = ["\n".join(lines[begin:end]) for begin, end in pieces if end > begin]
     passages = rng.randint(1, 3) if prose_tokens else 0
     for _ in range(passages):
         parts.insert(rng.randint(0, len(parts)), material.passage(rng, prose_tokens // passages))
     heading = f"The {table.attribute} of each {table.thing} is given below."
-    return "\n".join([rng.choice(INSTRUCTIONS) + (f" {ONE_WORD}" if short else ""), heading, *parts])
+    return "\n".join([instruction(rng, short), heading, *parts])
+
+
+def instruction(rng: random.Random, short: bool) -> str:
+    """Begin a system prompt; short: with the request for one word."""
+    return rng.choice(PHRASES["instructions"]) + (f" {ONE_WORD}" if short else "")
 
 
 def lookup_chat(rng: random.Random, material: Material, tokens: int) -> Chat:
@@ -182,8 +173,7 @@ def lookup_chat(rng: random.Random, material: Material, tokens: int) -> Chat:
     rows = max(2, int(left * rng.uniform(0.15, 0.5)) // ROW_TOKENS)
     table = make_table(rng, material, rows)
     told, words = rng.random() < 0.4, rng.random() < 0.3
-    turns, asked = [], []
-    names = list(table.facts)
+    turns, asked, names = [], [], list(table.facts)
     for _ in range(max(1, (left - rows * ROW_TOKENS) // TURN_TOKENS)):
         short = told or rng.random() < 0.5
         if words and rng.random() < 0.25:
@@ -191,7 +181,9 @@ def lookup_chat(rng: random.Random, material: Material, tokens: int) -> Chat:
             continue
         name = rng.choice(asked) if asked and rng.random() < 0.25 else rng.choice(names)
         question = table.question(rng, name, first=not asked) + (f" {ONE_WORD}" if short and not told else "")
-        turns.append((question, table.facts[name] if short else table.sentence(name)))
+        turns.append(
+            (question, table.facts[name] if short else f"The {table.attribute} of {name} is {table.facts[name]}.")
+        )
         asked.append(name)
     return Chat(system_with_table(rng, material, table, prose, told), turns)
 
@@ -199,15 +191,12 @@ def lookup_chat(rng: random.Random, material: Material, tokens: int) -> Chat:
 def dictionary_chat(rng: random.Random, material: Material, tokens: int) -> Chat:
     """Questions about words under a short system prompt, or under a long one of prose."""
     told = rng.random() < 0.3
-    system = rng.choice(INSTRUCTIONS) + (f" {ONE_WORD}" if told else "")
+    system = instruction(rng, told)
     prose = int(tokens * rng.uniform(0.3, 0.8)) if rng.random() < 0.25 else 0
     if prose:
         system += "\n" + material.passage(rng, prose)
-    turns = [
-        dictionary_turn(rng, material, told or rng.random() < 0.3, told)
-        for _ in range(max(1, (tokens - prose) // TURN_TOKENS))
-    ]
-    return Chat(system, turns)
+    count = max(1, (tokens - prose) // TURN_TOKENS)
+    return Chat(system, [dictionary_turn(rng, material, told or rng.random() < 0.3, told) for _ in range(count)])
 
 
 def lookup_cases(material: Material, count: int, tokens: int, length: Callable[[str], int], seed: int) -> list[Case]:
@@ -242,6 +231,6 @@ def dictionary_cases(words: Sequence[Word], count: int, seed: int) -> dict[str, 
         cases[kind] = []
         for word in rng.sample(known, min(count, len(known))):
             question = phrasings(word.word, kind, held_out=True)[0].format(word.word)
-            prompt = render_prompt(f"{rng.choice(INSTRUCTIONS)} {ONE_WORD}", question)
+            prompt = render_prompt(instruction(rng, short=True), question)
             cases[kind].append(Case(prompt, tuple(one_word_answers(word, kind))))
     return cases

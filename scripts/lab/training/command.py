@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,30 +14,30 @@ import torch
 import typer
 from bench.records import write_record
 from demo_model.checkpoint import Settings, model_config
+from rich import print
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from lab.training import sources
-from lab.training.batches import Batches, Data
-from lab.training.checkpoints import load_network, logits_of, stored, write_checkpoint, write_draft
-from lab.training.draft import config_with_draft
-from lab.training.draft_trainer import draft_trainer
-from lab.training.examination import examine, perplexity
-from lab.training.network import Network, attention
+from lab.training.batches import DRAFT_SHARES, Batches, Data
+from lab.training.draft import Draft, config_with_draft, draft_losses
+from lab.training.examination import examine
+from lab.training.network import PACKED, draft_prefix, init_weights, load_network, make_network, model_losses
 from lab.training.preparation import documents, write
-from lab.training.trainer import Plan, Trainer, console, data_workers, losses
+from lab.training.trainer import DEVICE, Plan, fit
 
 app = typer.Typer(add_completion=False, help=__doc__)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = dict(layers=5, heads=4, hidden=384, intermediate=640, q_lora_rank=128, max_positions=16384)
 """Sizes of the model, of `demo_model.checkpoint.Settings`."""
 
 DataFolder = Annotated[Path, typer.Argument(exists=True, help="Folder that `prepare` wrote.")]
 ModelFolder = Annotated[Path, typer.Argument(exists=True, help="Folder of the checkpoint.")]
-Minutes = Annotated[float | None, typer.Option(help="Training time; sets the learning rate's schedule.")]
-Steps = Annotated[int | None, typer.Option(help="Steps instead of minutes.")]
+Steps = Annotated[int, typer.Option(min=1, help="Steps; they set the learning rate's schedule.")]
 Tokens = Annotated[int, typer.Option(min=64, help="Tokens of a batch.")]
 Context = Annotated[int, typer.Option(min=64, help="Longest document.")]
 Rate = Annotated[float, typer.Option(help="Highest learning rate.")]
-Workers = Annotated[int | None, typer.Option(help="Processes that make batches.")]
+Workers = Annotated[int, typer.Option(min=0, help="Processes that make batches.")]
+WORKERS = min(14, max(0, (os.cpu_count() or 1) - 2))
 
 
 @app.command("prepare")
@@ -51,42 +53,38 @@ def prepare_data(
     written here. See configs/demo_model/README.md for the licences.
     """
     sources.fetch(packages)
-    statistics = write(out, list(documents(packages)), sources.words(packages, words), vocab)
-    print(json.dumps(statistics, indent=1))
+    print(write(out, list(documents(packages)), sources.words(packages, words), vocab))
 
 
 @app.command("train")
 def train(
     data: DataFolder,
     out: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
-    minutes: Minutes = None,
-    steps: Steps = None,
+    steps: Steps = 24_000,
     tokens: Tokens = 65_536,
     context: Context = 8192,
     rate: Rate = 2e-3,
     seed: int = 0,
-    workers: Workers = None,
-    cases: Annotated[int, typer.Option(min=1, help="Cases of each kind in the examination.")] = 200,
+    workers: Workers = WORKERS,
+    cases: Annotated[int, typer.Option(min=0, help="Cases of each kind in the examination.")] = 200,
 ) -> None:
     """Train the model: DeepSeek-V3's architecture with the real dimensions of its attention heads, 12 million weights.
 
     OUT then holds the checkpoint as SGLang and transformers load it, and `training.json` with the loss curve and the
     figures of the examination.
     """
-    plan, material = plan_of(tokens, context, rate, seed, minutes, steps), Data(data)
+    plan, material = Plan(tokens, context, rate, seed, steps, workers), Data(data)
     settings = Settings(**SIZES, vocab=material.tokenizer.get_vocab_size(), seed=seed, config_only=False)
-    network = Network(model_config(settings), attention(DEVICE))
-    network.init_weights(seed)
-    network.to(DEVICE)
-    batches, workers = Batches(material, tokens, seed), data_workers(workers)
-    compiled = DEVICE.type == "cuda"
-    trainer = Trainer(plan, network, lambda batch: losses(network, batch), batches, DEVICE, workers, compiled)
-    trainer.train()
-    size = write_checkpoint(network, settings, data / "tokenizer", out)
-    report = {"plan": {"model": asdict(settings), **asdict(plan)}, **trainer.done(size)}
+    network = make_network(config := model_config(settings), PACKED)
+    init_weights(network, seed, settings.layers)
+    batches = Batches(material, tokens, context, steps, seed)
+    report = fit(plan, network.to(DEVICE), lambda batch: model_losses(network, batch), batches, compiled=True)
+    tensors = {name: weight.to(torch.bfloat16).cpu() for name, weight in network.state_dict().items()}
+    report |= {"plan": {"model": asdict(settings), **asdict(plan)}, "bytes": save(out, tensors, config)}
+    shutil.copytree(data / "tokenizer", out, dirs_exist_ok=True)
     write_report(out / "training.json", report)  # before the examination, which takes its time
-    figures = examine(logits_of(load_network(out, DEVICE), DEVICE), material, cases)
-    show(figures)
+    figures = examine(load_network(out).to(DEVICE), material, cases)
+    print(figures)
     write_report(out / "training.json", report | {"examination": figures})
 
 
@@ -95,27 +93,31 @@ def draft(
     data: DataFolder,
     model: ModelFolder,
     out: Annotated[Path, typer.Argument(help="Folder of the checkpoint with the layer; may be the model's.")],
-    minutes: Minutes = None,
-    steps: Steps = None,
+    steps: Steps = 2_480,
     tokens: Tokens = 32_768,
     context: Context = 8192,
     rate: Rate = 2e-3,
     seed: int = 0,
-    workers: Workers = None,
+    workers: Workers = WORKERS,
 ) -> None:
     """Train the layer with which the model drafts its own next tokens, for speculative decoding (NextN, MTP).
 
     The model's weights stay as they are, bit for bit. OUT then holds the checkpoint with the layer, as SGLang loads it
     for `--speculative-algorithm NEXTN`, and `training_draft.json` with the losses.
     """
-    plan, material = plan_of(tokens, context, rate, seed, minutes, steps), Data(data)
-    config = config_with_draft(json.loads((model / "config.json").read_text()))
-    network = load_network(model, DEVICE)
-    network = network if DEVICE.type == "cuda" else network.float()
-    trainer = draft_trainer(plan, network, config, material, DEVICE, data_workers(workers))
-    trainer.train()
-    size = write_draft(stored(trainer.module), config, model, out)
-    write_report(out / "training_draft.json", {"plan": asdict(plan), **trainer.done(size)})
+    plan, config = Plan(tokens, context, rate, seed, steps, workers), json.loads((model / "config.json").read_text())
+    network, layer = load_network(model, PACKED).requires_grad_(False), Draft(config := config_with_draft(config))
+    layer.init_weights(seed, network.model.norm.weight)
+    network.to(DEVICE)
+    batches = Batches(Data(data), tokens, context, steps, seed, DRAFT_SHARES)
+    report = fit(plan, layer.to(DEVICE), lambda batch: draft_losses(network, layer, batch), batches, layer.balance)
+    prefix = draft_prefix(config["num_hidden_layers"])
+    others = {name: x for name, x in load_file(model / "model.safetensors").items() if not name.startswith(prefix)}
+    size = save(out, others | {prefix + name: weight for name, weight in layer.stored().items()}, config)
+    if out.resolve() != model.resolve():
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(model / name, out / name)
+    write_report(out / "training_draft.json", {"plan": asdict(plan), **report, "bytes": size})
 
 
 @app.command("examine")
@@ -125,31 +127,24 @@ def examine_model(
     cases: Annotated[int, typer.Option(min=0, help="Cases of each kind; 0 measures perplexity alone.")] = 200,
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append a record to.")] = None,
 ) -> None:
-    """Examine a checkpoint, as `train` does at its end; on a CPU in float32, on a GPU in BF16."""
-    network, material = load_network(model, DEVICE), Data(data)
-    if DEVICE.type == "cpu":
-        network = network.float()
-    logits = logits_of(network, DEVICE)
-    figures = examine(logits, material, cases) if cases else perplexity(logits, material)
-    show(figures)
+    """Examine a checkpoint in float32, as `train` does at its end."""
+    figures = examine(load_network(model).to(DEVICE), Data(data), cases)
+    print(figures)
     if out is not None:
         write_record(out, bench="demo_model", impl="network", case={"cases": cases}, **figures)
 
 
-def plan_of(tokens: int, context: int, rate: float, seed: int, minutes: float | None, steps: int | None) -> Plan:
-    """Make the settings of a run; raises typer.BadParameter where its end is not given, or given twice."""
-    if (minutes is None) == (steps is None):
-        raise typer.BadParameter("give either --minutes or --steps")
-    return Plan(tokens, context, rate, seed, minutes, steps)
+def save(out: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+    """Write weights and configuration of a checkpoint; return the bytes of the weights' file."""
+    out.mkdir(parents=True, exist_ok=True)
+    part, whole = out / "model.safetensors.part", out / "model.safetensors"
+    save_file(dict(tensors), part, metadata={"format": "pt"})
+    part.rename(whole)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return whole.stat().st_size
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Write what is reported of a run."""
     path.write_text(json.dumps(report) + "\n")
-    console.print(f"{path.parent}: {report['bytes'] / 2**20:.2f} MiB after {report['tokens']:,} tokens")
-
-
-def show(figures: Mapping[str, float]) -> None:
-    """Print the figures of an examination."""
-    for name, value in figures.items():
-        console.print(f"{name:28} {value:.4f}")
+    print(f"{path.parent}: {report['bytes'] / 2**20:.2f} MiB after {report['tokens']:,} tokens")

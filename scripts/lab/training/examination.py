@@ -7,12 +7,13 @@ likeliest one after those before it; this takes one forward pass and no generati
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import DeepseekV3ForCausalLM
 
 from lab.training.batches import EOS_ID, Data
 from lab.training.chats import Case, dictionary_cases, lookup_cases
@@ -20,20 +21,24 @@ from lab.training.chats import Case, dictionary_cases, lookup_cases
 LOOKUP_TOKENS = {512: 500, 2048: 2000, 8192: 8000}
 """Prompt tokens for each nominal length; they leave room for the answer."""
 
-Logits = Callable[[list[list[int]]], list[Tensor]]
-"""Documents of tokens -> logits `[tokens, vocab]` of each."""
+
+@torch.inference_mode()
+def logits_of(network: DeepseekV3ForCausalLM, document: list[int]) -> Tensor:
+    """Return logits `[tokens, vocab]` of a document."""
+    logits: Tensor = network(input_ids=torch.tensor([document], device=network.device), use_cache=False).logits[0]
+    return logits
 
 
-def perplexity(logits: Logits, data: Data, window: int = 4096, stride: int = 2048) -> dict[str, float]:
+def perplexity(network: DeepseekV3ForCausalLM, data: Data, window: int = 4096, stride: int = 2048) -> dict[str, float]:
     """Perplexity per token of the held-out documents, in windows that overlap.
 
     A token is predicted from those before it in its window: at least `window - stride`, or all that its document has.
     """
-    prose, losses, count = data.held_out, 0.0, 0
-    for index in range(len(prose)):
-        document = prose.document(index).tolist()
+    losses, count = 0.0, 0
+    for index in range(len(data.held_out)):
+        document = data.held_out.document(index).tolist()
         for begin, first, end in windows(len(document), window, stride):
-            found = logits([document[begin : end - 1]])[0][first - begin - 1 :].float()
+            found = logits_of(network, document[begin : end - 1])[first - begin - 1 :]
             targets = torch.tensor(document[first:end], device=found.device)
             losses += float(F.cross_entropy(found, targets, reduction="sum"))
             count += len(targets)
@@ -52,27 +57,28 @@ def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, i
         first = end
 
 
-def is_right(logits: Logits, data: Data, case: Case) -> bool:
+def is_right(network: DeepseekV3ForCausalLM, data: Data, case: Case) -> bool:
     """Return whether greedy decoding gives one of the accepted answers."""
     prompt = data.encode(case.prompt)
     answers = [[*data.encode(answer), EOS_ID] for answer in case.accepted]
-    found = logits([prompt + answer[:-1] for answer in answers])
-    return any(one[len(prompt) - 1 :].argmax(-1).tolist() == answer for one, answer in zip(found, answers, strict=True))
+    found = (logits_of(network, prompt + answer[:-1])[len(prompt) - 1 :] for answer in answers)
+    return any(logits.argmax(-1).tolist() == answer for logits, answer in zip(found, answers, strict=True))
 
 
-def accuracy(logits: Logits, data: Data, cases: Sequence[Case]) -> float:
-    """Share of the cases that are right."""
-    return fmean(is_right(logits, data, case) for case in cases)
+def examine(network: DeepseekV3ForCausalLM, data: Data, count: int, seed: int = 1) -> dict[str, float]:
+    """Return all figures, of `count` cases of each kind; with 0 the perplexity alone."""
+    figures = perplexity(network, data)
+    if not count:
+        return figures
 
+    def accuracy(cases: Sequence[Case]) -> float:
+        return fmean(is_right(network, data, case) for case in cases)
 
-def examine(logits: Logits, data: Data, count: int = 200, seed: int = 1) -> dict[str, float]:
-    """Return all figures, of `count` cases of each kind."""
-    figures = perplexity(logits, data)
-    by_kind = {kind: accuracy(logits, data, cases) for kind, cases in dictionary_cases(data.words, count, seed).items()}
+    by_kind = {kind: accuracy(cases) for kind, cases in dictionary_cases(data.words, count, seed).items()}
     figures |= {f"dictionary_acc_{kind}": value for kind, value in by_kind.items()}
     figures["dictionary_acc"] = fmean(by_kind.values())
     material = data.material(held_out=True)
     for length, tokens in LOOKUP_TOKENS.items():
         cases = lookup_cases(material, count, tokens, lambda text: len(data.encode(text)), seed)
-        figures[f"lookup_acc_{length}"] = accuracy(logits, data, cases)
+        figures[f"lookup_acc_{length}"] = accuracy(cases)
     return figures

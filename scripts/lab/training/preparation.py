@@ -139,21 +139,11 @@ def write(
     (out / "words.json").write_text(json.dumps([asdict(word) for word in words], separators=(",", ":")))
     (out / "lookups.json").write_text(json.dumps(chosen, separators=(",", ":")))
 
-    statistics: dict[str, Any] = {}
+    statistics: dict[str, Any] = {"words": len(words), **{kind: len(of_kind) for kind, of_kind in chosen.items()}}
     for split, of_split in (("train", train), ("held_out", held_out)):
         tokens, starts = encode(tokenizer, of_split)
         np.save(out / f"prose_{split}.npy", tokens)
         np.save(out / f"prose_{split}_starts.npy", starts)
-        sizes: Counter[str] = Counter()
-        for page, size in zip(of_split, np.diff(starts), strict=True):
-            sizes[page.source] += int(size)
-        statistics[f"prose_{split}"] = {
-            "pages": len(of_split),
-            "tokens": len(tokens),
-            "characters_per_token": round(sum(len(page.text) for page in of_split) / len(tokens), 3),
-            "tokens_by_package": dict(sizes),
-        }
-    statistics["words_by_part"] = dict(Counter(word.part for word in words))
-    statistics["lookups"] = {kind: len(of_kind) for kind, of_kind in chosen.items()}
-    (out / "statistics.json").write_text(json.dumps(statistics, indent=1) + "\n")
+        per_token = round(sum(len(page.text) for page in of_split) / len(tokens), 3)
+        statistics[split] = {"pages": len(of_split), "tokens": len(tokens), "characters_per_token": per_token}
     return statistics

@@ -6,19 +6,20 @@ listed in configs/demo_model/README.md.
 
 from __future__ import annotations
 
+import csv
 import re
 import subprocess
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas as pd
 import yaml
 
-WORDNET = ("wordnet-base", "1:3.0-37")
+WORDNET, DICTIONARY = ("wordnet-base", "1:3.0-37"), "usr/share/wordnet"
 NOVELS = ("r-cran-janeaustenr", "1.0.0-1")
 DOCUMENTATION: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("packages.yaml").read_text("utf-8"))
 """Version and files of each package of documentation."""
@@ -148,13 +149,8 @@ def novels(folder: Path) -> Iterator[Document]:
 def glosses(folder: Path) -> Iterator[Document]:
     """Yield all of WordNet as a printed dictionary has it, with examples, in pages."""
     for part in PARTS_OF_SPEECH:
-        lines = []
-        for line in (folder / WORDNET[0] / f"usr/share/wordnet/data.{part}").read_text().splitlines():
-            head, found, gloss = line.partition(" | ")
-            if found and not line.startswith(" "):
-                _, _, _, size, *rest = head.split()
-                names = [re.sub(r"\(.*\)", "", name).replace("_", " ") for name in rest[: 2 * int(size, 16) : 2]]
-                lines.append(f"{', '.join(names)}: {' '.join(gloss.split())}")
+        found = synsets(folder, part).values()
+        lines = [f"{', '.join(one.names).replace('_', ' ')}: {one.gloss}" for one in found]
         for at in range(0, len(lines), GLOSSES_PER_PAGE):
             yield Document(WORDNET[0], f"{part}/{at}", "\n".join(lines[at : at + GLOSSES_PER_PAGE]))
 
@@ -179,43 +175,47 @@ def clean_gloss(gloss: str) -> str:
 
 def words(folder: Path, count: int) -> list[Word]:
     """The `count` words that WordNet's tagged texts use most, most frequent first."""
-    base = folder / WORDNET[0] / "usr/share/wordnet"
-    uses: dict[str, int] = defaultdict(int)
-    best: dict[str, tuple[int, str, int]] = {}  # uses of the commonest sense, its part of speech, its number
-    parts = dict(enumerate(("noun", "verb", "adj", "adv", "adj"), start=1))
-    for line in (base / "cntlist.rev").read_text().splitlines():
-        key, sense, times = line.split()
-        lemma, _, rest = key.partition("%")
-        if re.fullmatch(r"[a-z]{3,}", lemma):
-            uses[lemma] += int(times)
-            best[lemma] = max(best.get(lemma, (0, "", 0)), (int(times), parts[int(rest[0])], -int(sense)))
+    base = folder / WORDNET[0] / DICTIONARY
+    uses = pd.read_csv(base / "cntlist.rev", sep=" ", names=["key", "sense", "times"], quoting=csv.QUOTE_NONE)
+    uses[["lemma", "part"]] = uses["key"].str.split("%", n=1, expand=True)
+    uses = uses[uses["lemma"].str.fullmatch("[a-z]{3,}")]
+    uses["part"] = uses["part"].str[0].map(dict(zip("12345", (*PARTS_OF_SPEECH, "adj"), strict=True)))
+    best = uses.sort_values(["times", "part", "sense"], ascending=[False, False, True]).drop_duplicates("lemma")
+    totals = uses.groupby("lemma")["times"].sum().sort_values(ascending=False, kind="stable")
     senses = {part: _index(base / f"index.{part}") for part in PARTS_OF_SPEECH}
-    synsets = {part: _synsets(base / f"data.{part}") for part in PARTS_OF_SPEECH}
+    known = {part: synsets(folder, part) for part in PARTS_OF_SPEECH}
+
+    def plain(names: Iterable[str]) -> list[str]:
+        return [name for name in names if name.isalpha() and name.islower()]
+
     found = []
-    for lemma in sorted(uses, key=lambda lemma: (-uses[lemma], lemma)):
-        _, part, sense = best[lemma]
-        if not 1 <= -sense <= len(senses[part].get(lemma, ())):
+    for lemma, part, sense in best.set_index("lemma").loc[totals.index, ["part", "sense"]].itertuples():
+        offsets = senses[part].get(lemma, ())
+        if not 1 <= sense <= len(offsets):
             continue  # a few counts are of an older numbering
-        names, gloss, opposites, kinds = synsets[part][senses[part][lemma][-sense - 1]]
+        own = known[part][offsets[sense - 1]]
+        gloss = clean_gloss(own.gloss)
         if 10 <= len(gloss) <= 120 and gloss.isascii():
-            kind = synsets[part][kinds[0]][0] if kinds else []
-            found.append(
-                Word(
-                    word=lemma,
-                    part=PARTS_OF_SPEECH[part],
-                    gloss=gloss,
-                    synonyms=[name for name in names if name != lemma and name.isalpha() and name.islower()],
-                    opposites=[name for owner, name in _resolve(opposites, synsets) if owner in ("", lemma)],
-                    kinds=[name for name in kind if name.isalpha() and name.islower()] if part == "noun" else [],
-                )
-            )
+            opposites = [
+                known[of][target].names[max(number, 1) - 1]
+                for owner, of, target, number in own.opposites
+                if owner in ("", lemma)
+            ]
+            kinds = known[part][own.kinds[0]].names if own.kinds and part == "noun" else []
+            others = [name for name in own.names if name != lemma]
+            found.append(Word(lemma, PARTS_OF_SPEECH[part], gloss, plain(others), plain(opposites), plain(kinds)))
         if len(found) == count:
             break
     return found
 
 
-Synset = tuple[list[str], str, list[tuple[str, str, str, int]], list[str]]
-"""Words, gloss, pointers to opposites (word, part, synset, number of word) and offsets of what it is a kind of."""
+class Synset(NamedTuple):
+    """Words for one thing."""
+
+    names: list[str]
+    gloss: str
+    opposites: list[tuple[str, str, str, int]]  # word it belongs to, "" for all; part, synset, number of the opposite
+    kinds: list[str]  # offsets of what it is a kind of
 
 
 def _index(path: Path) -> dict[str, list[str]]:
@@ -228,11 +228,11 @@ def _index(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def _synsets(path: Path) -> dict[str, Synset]:
-    """Synsets by offset."""
+def synsets(folder: Path, part: str) -> dict[str, Synset]:
+    """Synsets by offset, in the order of the file."""
     letters = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}
-    found: dict[str, Synset] = {}
-    for line in path.read_text().splitlines():
+    found = {}
+    for line in (folder / WORDNET[0] / DICTIONARY / f"data.{part}").read_text().splitlines():
         if line.startswith(" "):
             continue
         head, _, gloss = line.partition(" | ")
@@ -240,19 +240,11 @@ def _synsets(path: Path) -> dict[str, Synset]:
         names = [re.sub(r"\(.*\)", "", name) for name in rest[: 2 * int(size, 16) : 2]]
         pointers, opposites, kinds = rest[2 * int(size, 16) + 1 :], [], []
         for at in range(0, 4 * int(rest[2 * int(size, 16)]), 4):
-            sign, target, part, link = pointers[at : at + 4]
+            sign, target, letter, link = pointers[at : at + 4]
             if sign == "!":
                 owner = int(link[:2], 16)
-                opposites.append((names[owner - 1] if owner else "", letters[part], target, int(link[2:], 16)))
+                opposites.append((names[owner - 1] if owner else "", letters[letter], target, int(link[2:], 16)))
             elif sign == "@":
                 kinds.append(target)
-        found[offset] = (names, clean_gloss(gloss), opposites, kinds)
+        found[offset] = Synset(names, " ".join(gloss.split()), opposites, kinds)
     return found
-
-
-def _resolve(opposites: list[tuple[str, str, str, int]], synsets: dict[str, dict[str, Synset]]) -> Iterator:
-    """Yield each opposite as the word it belongs to and its own word."""
-    for owner, part, target, number in opposites:
-        name = synsets[part][target][0][max(number, 1) - 1]
-        if name.isalpha() and name.islower():
-            yield owner, name

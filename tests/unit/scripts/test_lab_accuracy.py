@@ -16,8 +16,7 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def test_the_truth_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn, "TRUTH_KEYS", 7)  # does not divide the keys
+def test_the_truth_is_attention() -> None:
     q, k, v = (torch.randn(n, 8, generator=generator()).bfloat16() for n in (3, 50, 50))
     expected = torch.softmax(q.double() @ k.double().T * 0.3, dim=1) @ v.double()
     torch.testing.assert_close(drawn.attention(q, k, v, 0.3), expected)

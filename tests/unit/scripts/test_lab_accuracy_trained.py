@@ -14,9 +14,11 @@ from lab.accuracy import command as accuracy
 from lab.accuracy.served import BASELINE, IMPLS, Served
 from lab.accuracy.trained import Plan, demo
 from lab.training.batches import Data
-from lab.training.network import Network, pack
+from lab.training.examination import logits_of
+from lab.training.network import init_weights, make_network
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import DeepseekV3ForCausalLM
 from typer.testing import CliRunner
 
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -29,10 +31,10 @@ def config(vocab: int = VOCAB) -> dict:
     return model_config(Settings(**sizes, seed=0, config_only=False))
 
 
-def network(vocab: int = VOCAB) -> Network:
+def network(vocab: int = VOCAB) -> DeepseekV3ForCausalLM:
     """Random weights that BF16 has, large enough for attention to look at some keys more than at others."""
-    found = Network(config(vocab))
-    found.init_weights(0)
+    found = make_network(config(vocab))
+    init_weights(found, 0, layers=2)
     for name, weight in found.named_parameters():
         if weight.dim() == 2:
             weight.data *= 4 if "self_attn" in name else 2
@@ -69,7 +71,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 def test_without_rounding_it_is_the_network(exact: dict[str, Tensor]) -> None:
     """In float64: what is left is the float32 inside the norms and rotations."""
     whole = network().double()
-    expected = whole.lm_head(whole(pack([tokens()])))[PREFIX:]
+    expected = logits_of(whole, tokens())[PREFIX:]
     assert distance(exact[BASELINE], expected) < 1e-6
     in_float32 = logits(Served(network(), rounds=False), BASELINE)
     assert distance(in_float32, expected) < 1e-5

@@ -17,10 +17,10 @@ from demo_model.checkpoint import Settings, model_config
 from fork_server import environment_without_sglangs
 from lab.training.batches import Data
 from lab.training.chats import QUESTIONS, dictionary_chat, lookup_cases, phrasings
-from lab.training.checkpoints import write_checkpoint
-from lab.training.draft import prefix_of
-from lab.training.network import Network, pack
+from lab.training.command import save
+from lab.training.network import PACKED, draft_prefix, hidden_states, init_weights, make_network
 from safetensors.torch import load_file
+from transformers import DeepseekV3ForCausalLM
 from typer.testing import CliRunner
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -50,6 +50,8 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr("lab.training.command.SIZES", sizes)
         training("train", folder, model, *few.split(), "--cases=1")
     training("draft", folder, model, drafting, *few.split())
+    before, after = (load_file(of / "model.safetensors") for of in (model, drafting))
+    assert all(torch.equal(after[name], weight) for name, weight in before.items()) and len(after) > len(before)
     return drafting
 
 
@@ -64,25 +66,23 @@ def test_the_study(folder: Path, trained: Path, tmp_path: Path) -> None:
     assert "dictionary_acc" in said and json.loads(out.read_text())["perplexity"] > 1
 
 
-def test_logits_equal_transformers(tmp_path: Path) -> None:
-    """Same function from the same checkpoint, in float32: only the order of sums differs."""
-    from transformers import DeepseekV3ForCausalLM
-
+def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
+    """Each has the logits that transformers gives it alone, from the checkpoint, with its own attention; in float32."""
     sizes = dict(layers=2, heads=2, hidden=64, intermediate=96, q_lora_rank=32, max_positions=16384, seed=0)
-    settings = Settings(vocab=600, config_only=False, **sizes)
-    network = Network(model_config(settings))
-    network.init_weights(0)
+    config = model_config(Settings(vocab=600, config_only=False, **sizes))
+    network = make_network(config, PACKED)
+    init_weights(network, 0, layers=2)
     for name, weight in network.named_parameters():
         spread = torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name)))
         changed = 3 * weight.data if weight.dim() == 2 else 1 + 0.1 * spread
         weight.data = changed.to(torch.bfloat16).float()
-    write_checkpoint(network, settings, None, tmp_path)
+    save(tmp_path, {name: weight.to(torch.bfloat16) for name, weight in network.state_dict().items()}, config)
     theirs = DeepseekV3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     tokens = torch.randint(0, 600, (200,), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(50), torch.arange(200)])
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
-        # The second document must not see the first.
-        found = network.lm_head(network(pack([tokens[:50].tolist(), tokens.tolist()])))
+        found = network.lm_head(hidden_states(network, torch.cat([tokens[:50], tokens]), positions))
     torch.testing.assert_close(found[50:], expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[:50], expected[:50], atol=1e-5, rtol=1e-5)
 
@@ -116,4 +116,6 @@ def test_shipped_weights_are_within_their_limit() -> None:
     assert sum(path.stat().st_size for path in SHIPPED.glob("*.safetensors")) < 32 * 2**20
     config = json.loads((SHIPPED / "config.json").read_text())
     names = load_file(SHIPPED / "model.safetensors")
-    assert any(name.startswith(prefix_of(config)) for name in names) == bool(config["num_nextn_predict_layers"])
+    assert any(name.startswith(draft_prefix(config["num_hidden_layers"])) for name in names) == bool(
+        config["num_nextn_predict_layers"]
+    )
