@@ -12,18 +12,16 @@ grouped absorb over BF16 pages with nothing grouped.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from bench.decode import STOCK, floor_ms, parse_case
-from bench.measured import measured
-from bench.records import Report
+from bench.cases import Case, parse_case
+from bench.measured import Asked, measure_cases
+from bench.ours import floor_ms
 from bench.rivals import RIVALS
-from bench.tables import table
-from bench.timing import COLUMNS as TIMES
-from bench.timing import attempt, free_memory, measure_ceilings
+from bench.timing import Ceilings
 
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 
@@ -33,8 +31,22 @@ DEFAULT_GRID = (
     *("128x512x64", "128x512x16", "512x512x16", "128x8192x16x2", "32x8192x128x2"),
     *("64x512-65536x16", "64x512-65536x64", "64x512-65536x128"),
 )
-CASE = {"requests": "{batch}", "tokens": "{tail}-{longest} ?? {tail}", "heads": "{heads}", "queries": "{s_q}"}
-COLUMNS = CASE | {"what": "{impl}"} | TIMES
+STOCK = ("flashmla_bf16", "flashmla_fp8", "fa3_bf16")
+COLUMNS = {"requests": "{batch}", "tokens": "{tail}-{longest} ?? {tail}", "heads": "{heads}", "queries": "{s_q}"}
+COLUMNS |= {"what": "{impl}"}
+
+
+def asked(case: Case) -> Iterator[Asked]:
+    """Yield what is timed in a case."""
+    yield from ((name, "all", RIVALS[name].dtype) for name in STOCK)
+    if case.heads in STACKED_HEADS:
+        yield "hybrid_mla_bf16", "all", "bf16"
+    yield "hybrid_mla", "all", "fp8"
+
+
+def floor(of: Asked, case: Case, ceilings: Ceilings) -> float | None:
+    """Return the lower bound of the time, ms, of our attention over FP8 rows."""
+    return floor_ms(case, of[2], ceilings) if of[0] == "hybrid_mla" else None
 
 
 def main(
@@ -43,28 +55,12 @@ def main(
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
     """Time decode attention over private tokens."""
-    cases = [parse_case(spec) for spec in case or DEFAULT_GRID]
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("needs a GPU")
-    ceilings = measure_ceilings(rep_ms)
-    free_memory()
-    report, failed = Report("attention", out), False
-    for of in cases:
-        print(of, flush=True)
-        stacked = ["hybrid_mla_bf16"] if of.heads in STACKED_HEADS else []
-        for name in (*STOCK, *stacked, "hybrid_mla"):
-            dtype = RIVALS[name].dtype if name in RIVALS else "bf16" if name in stacked else "fp8"
-            metrics = attempt(name, measured, name, "all", dtype, of, rep_ms)
-            if metrics and name == "hybrid_mla":
-                floor = floor_ms(of, ceilings)
-                metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
-            failed |= metrics is None and name not in STOCK
-            report.add(name, of.fields(dtype), metrics, part="all")
-            free_memory()
-    print(f"decode over private tokens, {torch.cuda.get_device_name()}: {ceilings}")
-    print(table(COLUMNS, report.rows))
-    if failed:
-        raise typer.Exit(1)
+    try:
+        cases = [parse_case(spec) for spec in case or DEFAULT_GRID]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    title = "decode over private tokens"
+    measure_cases(cases, asked, floor, title=title, columns=COLUMNS, rep_ms=rep_ms, out=out)
 
 
 if __name__ == "__main__":

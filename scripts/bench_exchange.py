@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,15 @@ from bench.cases import DN, DR, DV
 from bench.records import Report
 from bench.server import free_port
 from bench.tables import table
+from bench.timing import captured
 
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
+LAYERS, ROUNDS = 61, 21
+"""Layers of a step, and how often it is timed."""
 COLUMNS = {
     "via": "{impl}",
     "rows of a rank": "{rows}",
@@ -70,87 +73,64 @@ def exchanges(
     return {"all": everything, "wire": wire}
 
 
-def seconds_a_layer(layer: Callable[[], None], layers: int, rounds: int, on_gpu: bool) -> float:
+def us_a_layer(layer: Callable[[], None]) -> float:
     """Median over rounds; all ranks begin each together."""
+    on_gpu = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
 
     def step() -> None:
-        for _ in range(layers):
+        for _ in range(LAYERS):
             layer()
 
-    step()
-    if on_gpu:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        step = graph.replay
-        step()
+    run = captured(step) if on_gpu else step
+    run()
     found = []
-    for _ in range(rounds):
-        if on_gpu:
-            torch.cuda.synchronize()
+    for _ in range(ROUNDS):
+        wait()
         dist.barrier()
         begin = time.perf_counter()
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        found.append((time.perf_counter() - begin) / layers)
+        run()
+        wait()
+        found.append((time.perf_counter() - begin) / LAYERS * 1e6)
     return median(found)
 
 
-def run_rank(
-    rank: int, ranks: int, port: int, heads: int, rows: list[int], layers: int, rounds: int, ways: list[str], out: Any
-) -> None:
-    """Run one rank's process; the first one puts results into the queue."""
+def run_rank(rank: int, ranks: int, port: int, heads: int, rows: list[int], ways: list[str], out: Path | None) -> None:
+    """Run one rank's process; the first one reports."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("nccl" if on_gpu else "gloo", init_method=address, rank=rank, world_size=ranks)
+    report = Report("exchange", out if rank == 0 else None)
     for via, count in itertools.product(ways, rows):
-        for part, layer in exchanges(rank, ranks, heads, count, device, via).items():
-            seconds = seconds_a_layer(layer, layers, rounds, on_gpu)
-            if rank == 0:
-                out.put((via, count, part, seconds))
+        parts = exchanges(rank, ranks, heads, count, device, via)
+        found = {f"{part}_us": us_a_layer(layer) for part, layer in parts.items()}
+        sent_bytes = 2 * count * (heads - heads // ranks) * (DN + DR + DV)
+        case = {"ranks": ranks, "heads": heads, "rows": count, "layers": LAYERS, "sent_bytes": sent_bytes}
+        report.add(via, case, found)
+    if rank == 0:
+        print(f"exchange of {ranks} ranks, {heads} heads, us a layer")
+        print(table(COLUMNS, report.rows))
     dist.destroy_process_group()
 
 
 def main(
     heads: Annotated[int, typer.Option(min=1, help="Query heads of a request.")] = 128,
     rows: Annotated[list[int], typer.Option(min=1, help="Requests of a rank; repeatable.")] = [16, 32, 64, 128, 256],  # noqa: B006
-    ranks: Annotated[int | None, typer.Option(min=2, help="GPUs [all]; without any, processes [2].")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of a step.")] = 61,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 21,
     via: Annotated[
         list[str], typer.Option(help="nccl, or peers: stores into each other's memory, on GPUs; repeatable.")
     ] = ["nccl"],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
-    """Time the exchange of ranks that hold prefixes together."""
-    ranks = ranks or max(torch.cuda.device_count(), 2)
+    """Time the exchange of ranks that hold prefixes together: of all GPUs, or without any of two processes."""
+    ranks = max(torch.cuda.device_count(), 2)
     if heads % ranks:
         raise typer.BadParameter(f"{ranks} ranks do not divide {heads} heads", param_hint="--heads")
     if unknown := {*via} - {"nccl", "peers"}:
         raise typer.BadParameter(f"{', '.join(unknown)} is neither nccl nor peers", param_hint="--via")
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    arguments = (ranks, free_port(), heads, rows, layers, rounds, via, results)
-    processes = torch.multiprocessing.start_processes(
-        run_rank, arguments, nprocs=ranks, join=False, start_method="spawn"
-    )
-    found: dict[tuple[str, int, str], float] = {}
-    while not processes.join(timeout=0.1) or not results.empty():
-        while not results.empty():
-            way, count, part, seconds = results.get()
-            found[way, count, part] = seconds
-    report = Report("exchange", out)
-    for way, count in itertools.product(via, rows):
-        sent_bytes = 2 * count * (heads - heads // ranks) * (DN + DR + DV)
-        case = {"ranks": ranks, "heads": heads, "rows": count, "layers": layers, "sent_bytes": sent_bytes}
-        report.add(way, case, {f"{part}_us": found[way, count, part] * 1e6 for part in ("all", "wire")})
-    print(f"exchange of {ranks} ranks, {heads} heads, us a layer")
-    print(table(COLUMNS, report.rows))
+    torch.multiprocessing.spawn(run_rank, (ranks, free_port(), heads, rows, via, out), nprocs=ranks)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,16 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 from bench.records import Report
 from bench.tables import table
-from bench.trees import CASES, PAGE, Request, Tree, TreeOfNodes
+from bench.trees import CASES, PAGE, Request, Tree
 
 from sglang_mla_ext.adapter.compat.installed import TreeView
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
@@ -37,6 +38,7 @@ from sglang_mla_ext.prefix.radix import RadixSource
 from sglang_mla_ext.prefix.sharing import Sharing
 
 HEADS = (128, 16)
+CHUNKS = 256  # room for expanded prefixes
 REPLACED = 3  # requests that leave and come between two plans
 AFFORDABLE = 8192  # tokens that a prefill step may expand at once
 TIMES = ("first_ms", "replan_ms", "unchanged_ms", "prefill_ms")
@@ -44,16 +46,9 @@ COLUMNS = {name: f"{{{name}}}" for name in ("tree", "requests", "heads")} | {nam
 COLUMNS |= {name: f"{{{name}}}" for name in ("groups", "shared_rows")}
 
 
-class NoExpander:
-    """Computes nothing."""
-
-    def expand(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
-def shared_prefixes(heads: int, chunks: int, tree: TreeOfNodes) -> Sharing:
-    """Make a server's shared prefixes, with room for so many chunks; grouped absorb where it stacks this many heads."""
-    counters, pool = Counters(), ExpandedPool(chunks, CHUNK_TOKENS)
+def shared_prefixes(heads: int, tree: Tree) -> Sharing:
+    """Make a server's shared prefixes, which expands nothing; grouped absorb where it stacks this many heads."""
+    counters, pool = Counters(), ExpandedPool(CHUNKS, CHUNK_TOKENS)
     planner = Planner(
         HybridMLAOptions(expand_tokens_per_step=1 << 30),
         CostModel(ModelDims.from_json("deepseek-v3"), heads, GpuRates.from_json("h200")),
@@ -62,13 +57,8 @@ def shared_prefixes(heads: int, chunks: int, tree: TreeOfNodes) -> Sharing:
         counters,
         grouped_page=None if rows_per_tile(heads) is None else PAGE,
     )
-    return Sharing(RadixSource(pool, counters, TreeView(tree.cache)), pool, planner, NoExpander(), counters)
-
-
-def planned(prefixes: Sharing) -> dict[str, int]:
-    """Return what the last decode step shares: groups, and rows that are in one."""
-    plan = prefixes.plan
-    return dict(groups=len(plan.segments), shared_rows=sum(length > 0 for length in plan.prefix_lens))
+    expander = SimpleNamespace(expand=lambda *args, **kwargs: None)
+    return Sharing(RadixSource(pool, counters, TreeView(tree.cache)), pool, planner, expander, counters)
 
 
 class Batch:
@@ -89,25 +79,20 @@ class Batch:
         return came
 
 
-def milliseconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return (time.perf_counter() - start) * 1e3
+def milliseconds(function: Callable[[], Any], repeats: int = 1, before: Callable[[], Any] = lambda: None) -> float:
+    """Return the median time of a call, without `before`."""
 
-
-def median(function: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None) -> float:
-    """Return the median milliseconds of a call, without `before`."""
-    times = []
-    for _ in range(repeats):
+    def setup() -> None:
+        gc.enable()  # as in a server; timeit disables it
         before()
-        times.append(milliseconds(function))
-    return statistics.median(times)
+
+    return statistics.median(timeit.repeat(function, setup, number=1, repeat=repeats)) * 1e3
 
 
-def measure_plans(name: str, heads: int, chunks: int, repeats: int) -> dict[str, Any]:
-    """Time planning; return the times, and what was planned in the end."""
+def measure_plans(name: str, heads: int, repeats: int) -> dict[str, Any]:
+    """Time planning; return the times, and the groups and shared rows that were planned in the end."""
     batch = Batch(name)
-    prefixes = shared_prefixes(heads, chunks, batch.tree)
+    prefixes = shared_prefixes(heads, batch.tree)
 
     def decode() -> None:
         prefixes.plan_decode(batch.requests)
@@ -117,18 +102,17 @@ def measure_plans(name: str, heads: int, chunks: int, repeats: int) -> dict[str,
 
     found: dict[str, Any] = dict(first_ms=milliseconds(decode))
     decode()  # the step after an expansion looks whether more is to do
-    found["replan_ms"] = median(decode, repeats, batch.replace)
+    found["replan_ms"] = milliseconds(decode, repeats, batch.replace)
     decode()
-    found["unchanged_ms"] = median(decode, repeats)
-    found["prefill_ms"] = median(prefill, repeats, batch.replace)
+    found["unchanged_ms"] = milliseconds(decode, repeats)
+    found["prefill_ms"] = milliseconds(prefill, repeats, batch.replace)
     decode()
-    return found | planned(prefixes)
+    plan = prefixes.plan
+    return found | dict(groups=len(plan.segments), shared_rows=sum(length > 0 for length in plan.prefix_lens))
 
 
 def main(
     case: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CASES)} (repeatable; all)")] = None,
-    heads: Annotated[list[int] | None, typer.Option(min=1, help="local heads (repeatable; 128 and 16)")] = None,
-    chunks: Annotated[int, typer.Option(min=0, help=f"room for expanded prefixes, in {CHUNK_TOKENS} tokens")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="calls of which a time is the median")] = 21,
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
@@ -136,10 +120,10 @@ def main(
     if unknown := set(case or []) - set(CASES):
         raise typer.BadParameter(f"--case must be one of {', '.join(CASES)}, not {', '.join(unknown)}")
     report = Report("plan", out)
-    for name, count in itertools.product(case or CASES, heads or HEADS):
+    for name, count in itertools.product(case or CASES, HEADS):
         gc.collect()
-        conditions = dict(tree=name, requests=CASES[name].requests, heads=count, chunks=chunks)
-        report.add("hybrid_mla", conditions, measure_plans(name, count, chunks, repeats))
+        conditions = dict(tree=name, requests=CASES[name].requests, heads=count, chunks=CHUNKS)
+        report.add("hybrid_mla", conditions, measure_plans(name, count, repeats))
     print(table(COLUMNS, report.rows))
 
 

@@ -43,13 +43,11 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
-from bench.beside import Placed, in_turns, measure_beside
+from bench.beside import Comparison
 from bench.client import HYBRID
-from bench.rank_loads import KINDS, make_load
 from bench.server import STOCK, console_of, load_arguments, work_folder
-from bench.workload_runs import Run, describe_run, record_run, run_workload, runs_tables, server_case
+from bench.workloads import KINDS, make_load, ordinary_tokens
 from demo_model.rank import ALL_LAYERS, DIVIDED, MODELS, Rank, make_rank
 from transformers import AutoTokenizer
 
@@ -81,9 +79,6 @@ def main(
     ] = None,
     answers: Annotated[int, typer.Option(min=2, help="Answers of all but decode, as a multiple of --concurrency.")] = 6,
     output_tokens: Annotated[int, typer.Option(min=16, help="Tokens of each answer of decode.")] = 256,
-    stream_interval: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer in one piece (16 of decode, 1 of others).")
-    ] = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs, such as 0,1: one server at a time on each (one GPU).")] = None,
     together: Annotated[
         bool, typer.Option("--together", help="Start all servers at once on the same GPUs; measure one at a time.")
@@ -105,8 +100,6 @@ def main(
 ) -> None:
     """Compare attention backends on one rank of a whole model."""
     end = time.monotonic() + limit_s
-    console = console_of(width=140)
-    backends = backend or [HYBRID, STOCK]
     cases = (
         [parse_case(one) for one in case]
         if case
@@ -131,14 +124,9 @@ def main(
     assert model is not None
     logs = log_folder or work_folder() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    vocabulary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-    loads = [
-        make_load(*one, vocabulary, seed, answers=answers, output_tokens=output_tokens, stream_interval=stream_interval)
-        for one in cases
-    ]
-    most_requests = max(requests for _, _, requests in cases)
-    common = [*load_arguments(str(model), most_requests), "--load-format", "dummy"]
+    vocabulary = ordinary_tokens(AutoTokenizer.from_pretrained(model))
+    sizes = {"answers": answers, "output_tokens": output_tokens}
+    common = [*load_arguments(str(model), max(requests for _, _, requests in cases)), "--load-format", "dummy"]
     if running > 1:
         common += ["--tp-size", str(running), "--dp-size", str(running), "--enable-dp-attention"]
     common += shlex.split(" ".join(server_arg or []))
@@ -152,30 +140,18 @@ def main(
         environment |= FEWER_AT_A_TIME
     described = {"rank": rank, "deep_gemm": deep_gemm} | ({"drafts": drafts} if drafts else {})
     described |= {"of": of, "running": running} if rank else {}
-    dims = ModelDims.from_json(model)
-    found: list[Run] = []
-
-    def measure(url: str, placed: Placed) -> None:
-        where = f" on GPU {placed.gpu}" if placed.gpu else ""
-        for number, load in product(range(rounds), loads):
-            timings = run_workload(url, load.workload, seed, placed.client_log, warm_up=load.warm_up)
-            run = Run(placed.backend, load.workload, 1 + placed.turn * rounds + number, timings)
-            found.append(run)
-            console.print(f"{placed.backend}{where}: {describe_run(run)}", markup=False, highlight=False)
-            if out:
-                record_run(out, run, server_case(url, dims) | described | ({"on": placed.gpu} if placed.gpu else {}))
-
-    good = True
-    places = gpus.split(",") if gpus else [None] * (len(backends) if together else 1)
-    for group in in_turns(backends, places, swap, logs):
-        console.rule(" beside ".join(placed.backend for placed in group))
-        good = measure_beside(group, common, environment, measure, end, console, 1 if together else None) and good
-        if time.monotonic() >= end:
-            break
-    for table in runs_tables(found, backends):
-        console.print(table, markup=False, highlight=False, soft_wrap=True)
-    if not good:
-        raise typer.Exit(1)
+    comparison = Comparison(
+        backend or [HYBRID, STOCK],
+        [make_load(*one, vocabulary, seed, **sizes) for one in cases],
+        rounds,
+        seed,
+        ModelDims.from_json(model),
+        described,
+        out,
+        logs,
+        console_of(width=140),
+    )
+    comparison.run(common, environment, gpus=gpus, together=together, swap=swap, end=end)
 
 
 def parse_case(text: str) -> tuple[str, int, int]:

@@ -21,35 +21,24 @@ each is measured while the others are idle.
 
 from __future__ import annotations
 
-import math
 import shlex
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import requests
 import typer
-from bench.beside import Placed, in_turns, measure_beside
-from bench.client import HYBRID, ClientFailedError
-from bench.profile import NoTraceError
+from bench.beside import Comparison
+from bench.client import HYBRID
 from bench.server import console_of, load_arguments, work_folder
-from bench.workload_runs import (
-    Run,
-    describe_run,
-    profile_workload,
-    record_profile,
-    record_run,
-    run_workload,
-    runs_tables,
-    server_case,
-)
-from bench.workloads import Turn, Workload, published_lengths, read_workloads
+from bench.workloads import Turn, Workload, ordinary_tokens, published_lengths, read_workloads
 from transformers import AutoTokenizer
 
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
+QUESTIONS = "mmlu"
+"""Workload whose lengths the requests' own texts have."""
 # Tokens of an answer sent in one piece, so that HTTP and the client do not set the pace. The first is sent alone.
 STREAM_INTERVAL = 16
 
@@ -60,7 +49,6 @@ def main(
     prompt: Annotated[list[str] | None, typer.Option(help="A, B, C or a number of tokens; repeatable.")] = None,
     system_prompt_file: Annotated[list[Path] | None, typer.Option(exists=True, help="Your own; repeatable.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(help="Requests at once; repeatable.")] = None,
-    questions: Annotated[str, typer.Option(help="Question lengths: mmlu, gsm8k or simpleqa.")] = "mmlu",
     output_tokens: Annotated[int, typer.Option(min=16, help="Tokens of each answer.")] = 1024,
     workload: Annotated[
         list[str] | None, typer.Option(help="mixed, churn, agents, burst or a JSON file; repeatable.")
@@ -77,7 +65,6 @@ def main(
     seed: int = 0,
 ) -> None:
     """Compare attention backends of SGLang's server on prompts that share a prefix."""
-    console = console_of(width=120)
     backends = backend or [HYBRID, "flashmla"]
     if profile and not workload:
         raise typer.BadParameter("--profile is for --workload")
@@ -86,8 +73,7 @@ def main(
     if workload and (prompt or system_prompt_file or concurrency):
         raise typer.BadParameter("--workload has its own prompts and concurrency: give no others")
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
-    vocabulary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-    dims = ModelDims.from_json(model) if Path(model).exists() else None
+    vocabulary = ordinary_tokens(tokenizer)
     logs = log_folder or work_folder() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     if workload:
@@ -97,47 +83,31 @@ def main(
             raise typer.BadParameter(str(error)) from None
     else:
         own = {path.name: tokenizer.encode(path.read_text()) for path in system_prompt_file or []}
-        sizes = concurrency or [128]
-        asked = shared_prompts(own, prompt, sizes, questions, output_tokens, vocabulary, np.random.default_rng(seed))
-    described = {} if workload else {"questions": questions}
-    found: list[Run] = []
-
-    def measure(url: str, placed: Placed) -> None:
-        for one, number in product(asked, range(1, runs + 1)):
-            run = Run(placed.backend, one, number, run_workload(url, one, seed, placed.client_log))
-            found.append(run)
-            console.print(describe_run(run), markup=False, highlight=False)
-            if out:
-                record_run(out, run, server_case(url, dims) | described)
-            if profile and one.profile and number == runs:
-                of_steps = profile_workload(url, one, seed, placed.client_log, logs / "traces")
-                console.print(f"{one.title}: the GPU was busy for {of_steps.busy_ms:.1f} of {of_steps.span_ms:.1f} ms")
-                if out:
-                    record_profile(out, placed.backend, one, of_steps, server_case(url, dims))
-
-    good = True
+        rng = np.random.default_rng(seed)
+        asked = shared_prompts(own, prompt, concurrency or [128], output_tokens, vocabulary, rng)
+    comparison = Comparison(
+        backends,
+        asked,
+        runs,
+        seed,
+        ModelDims.from_json(model) if Path(model).exists() else None,
+        {} if workload else {"questions": QUESTIONS},
+        out,
+        logs,
+        console_of(width=120),
+        logs / "traces" if profile else None,
+    )
     if base_url:
-        try:
-            measure(base_url, Placed(backends[0], 0, None, logs / "running.log"))
-        except (ClientFailedError, NoTraceError, requests.RequestException) as error:
-            console.print(str(error), style="red", markup=False, highlight=False)
-            good = False
-    common = [*shlex.split(" ".join(server_arg or [])), *load_arguments(model, max(one.concurrency for one in asked))]
-    places = [None] * (len(backends) if together else 1)
-    for group in [] if base_url else in_turns(backends, places, False, logs):
-        console.rule(" beside ".join(placed.backend for placed in group))
-        good = measure_beside(group, common, {}, measure, math.inf, console, 1) and good
-    for table in runs_tables(found, backends):
-        console.print(table, markup=False, highlight=False, soft_wrap=True)
-    if not good:
-        raise typer.Exit(1)
+        comparison.measure_running(base_url)
+    else:
+        common = [*shlex.split(" ".join(server_arg or [])), *load_arguments(model, max(w.concurrency for w in asked))]
+        comparison.run(common, {}, together=together)
 
 
 def shared_prompts(
     own: dict[str, list[int]],
     named: list[str] | None,
     sizes: list[int],
-    questions: str,
     output_tokens: int,
     vocabulary: np.ndarray,
     rng: np.random.Generator,
@@ -146,7 +116,6 @@ def shared_prompts(
 
     Args:
         own: token ids of the user's prompts; named: A, B, C or numbers of tokens; all known ones without either.
-        questions: whose lengths the requests' own texts have.
     """
 
     def random_ids(count: int) -> list[int]:
@@ -156,13 +125,13 @@ def shared_prompts(
     known = read_config("workloads", "system_prompts")["tokens"]
     names = named or ([] if own else list(known))
     prompts = own | {name: random_ids(known[name] if name in known else int(name)) for name in names}
-    asked = [random_ids(length) for length in published_lengths(questions, "prompt_tokens", max(sizes), rng)]
+    questions = [random_ids(length) for length in published_lengths(QUESTIONS, "prompt_tokens", max(sizes), rng)]
     return [
         Workload(
             name="serving",
             case=name,
             cached=[ids],
-            sessions=[[Turn(ids + question, output_tokens)] for question in asked[:size]],
+            sessions=[[Turn(ids + question, output_tokens)] for question in questions[:size]],
             at_a_time=None,
             stream_interval=STREAM_INTERVAL,
         )

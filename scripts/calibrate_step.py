@@ -23,22 +23,18 @@ from sglang_mla_ext.predict.rates import Gpu
 
 def main(
     out: Annotated[Path, typer.Option(exists=True, help="The GPU's file, configs/gpus/NAME.json.")],
-    profiles: Annotated[Path, typer.Option(exists=True, help="Records of profiles.")] = RESULTS / "profile.jsonl",
-    grid: Annotated[Path, typer.Option(exists=True, help="Records of calibrate.py --check.")] = RESULTS
-    / "planner.jsonl",
-    ranks: Annotated[Path, typer.Option(exists=True, help="Records of bench_rank.py.")] = RESULTS / "rank.jsonl",
     derive_from: Annotated[
         str | None, typer.Option(help="For a GPU that was not measured: the GPU to scale from, by data sheets.")
     ] = None,
 ) -> None:
     """Write the entry `step` of a GPU's file."""
     gpu = Gpu.from_json(out)
+    records = (RESULTS / f"{name}.jsonl" for name in ("profile", "planner", "rank"))
     try:
-        step = derived(gpu, Gpu.from_json(derive_from)) if derive_from else fitted(gpu, profiles, grid, ranks)
+        step = derived(gpu, Gpu.from_json(derive_from)) if derive_from else fitted(gpu, *records)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    config = json.loads(out.read_text(encoding="utf-8"))
-    write_config(out, {**config, "step": step})
+    write_config(out, {**json.loads(out.read_text(encoding="utf-8")), "step": step})
 
 
 if __name__ == "__main__":

@@ -15,37 +15,25 @@ the backend: `--backend torch_native` (on a GPU `flashmla`) shows how many, unde
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shlex
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import requests
 import typer
 from bench.client import HYBRID, sharing_between
-from bench.generate import StockAnswers
+from bench.generate import BF16, FP32, StockAnswers
 from bench.records import write_record
-from bench.server import (
-    LAUNCHER,
-    ON_GPU,
-    STOCK,
-    ServerFailedError,
-    console_of,
-    log_tail,
-    python_path,
-    server_info,
-    work_folder,
-)
-from bench.soak_judge import BF16, FP32
+from bench.server import LAUNCHER, ON_GPU, STOCK, console_of, log_tail, python_path, server_info, work_folder
 from bench.soak_run import Outcome, ServerDiedError, Soak, Weights
 from bench.soak_servers import (
     POISONED,
     TAKING_BACK,
     at_ease,
+    log_of,
     other_weights,
     pressed,
-    served,
+    servers,
     small_model,
     vocabulary,
 )
@@ -83,56 +71,52 @@ def main(
     launcher = {"environment": {**TAKING_BACK, "PYTHONPATH": python_path()}}
     launcher["launcher"] = POISONED if poison else ("-m", LAUNCHER)
 
-    def try_one(name: str, tried: str, stock_url: str) -> bool:
+    def say(what: object, style: str = "red") -> None:
+        console.print(what, style=style, markup=False, highlight=False)
+
+    async def play(soak: Soak, traffic: Traffic, began: float) -> None:
+        """Play phase after phase, until there are enough requests, the time is over, or the server died."""
+        outcome = soak.outcome
+        while time.monotonic() - began < 60 * minutes if minutes else outcome.requests < request_count:
+            size = phase if minutes else min(phase, request_count - outcome.requests)
+            await soak.phase(list(traffic.phase(size)))
+            verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(outcome.verdicts.items()))
+            console.print(f"{outcome.requests:,} requests: {verdicts}, {outcome.leaked_bytes} bytes leaked")
+
+    async def try_one(name: str, tried: str, stock_url: str) -> bool:
         console.rule(name)
         before, began = server_info(tried), time.monotonic()
         hidden = bool(before.get("enable_return_hidden_states"))
         traffic = Traffic(vocabulary(model), seed, LIMITS, penalties=penalties, hidden=hidden)
-        outcome, excluded = Outcome(), "stopped before its end"
-
-        async def play() -> None:
-            """Play phase after phase, until there are enough requests, the time is over, or the server died."""
-            nonlocal outcome
-            async with StockAnswers(stock_url, at_least=LIMITS.answer[1] + 1) as stock:
-                soak = Soak(tried, stock, weights, at_a_time=AT_A_TIME, sleeps=sleeps, tolerance=TOLERANCE)
-                outcome = soak.outcome
-                while time.monotonic() - began < 60 * minutes if minutes else outcome.requests < request_count:
-                    size = phase if minutes else min(phase, request_count - outcome.requests)
-                    await soak.phase(list(traffic.phase(size)))
-                    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(outcome.verdicts.items()))
-                    console.print(f"{outcome.requests:,} requests: {verdicts}, {outcome.leaked_bytes} bytes leaked")
-
-        try:
-            asyncio.run(play())
-            excluded = None
-        except ServerDiedError as error:
-            console.print(f"The server died: {error}", style="red", markup=False, highlight=False)
-            console.print(log_tail(work_folder() / "logs" / f"soak-{name}.log"), markup=False, highlight=False)
-            excluded = None
-        finally:  # what a soak found counts, however it ended
-            took = round((time.monotonic() - began) / 60, 1)
-            console.print({"backend": name, **outcome.metrics(), "minutes": took}, markup=False, highlight=False)
-            for wrong in outcome.wrong:
-                console.print(wrong, style="red", markup=False, highlight=False)
-            sharing = None if outcome.deaths else sharing_between(before, server_info(tried))
-            vacuous = sharing is not None and not sharing["expansions"]
-            if vacuous:
-                console.print(f"{name}: no prefix was expanded, so nothing was tested", style="red")
-                excluded = excluded or "no prefix was expanded"
-            if out:
-                record(out, name, case, outcome, excluded, minutes=took, hybrid_mla=sharing)
+        excluded: str | None = "stopped before its end"
+        async with StockAnswers(stock_url, at_least=LIMITS.answer[1] + 1) as stock:
+            soak = Soak(tried, stock, weights, at_a_time=AT_A_TIME, sleeps=sleeps, tolerance=TOLERANCE)
+            outcome = soak.outcome
+            try:
+                await play(soak, traffic, began)
+                excluded = None
+            except ServerDiedError as error:
+                say(f"The server died: {error}\n{log_tail(log_of(f'soak-{name}'))}")
+                excluded = None
+            finally:  # what a soak found counts, however it ended
+                took = round((time.monotonic() - began) / 60, 1)
+                say({"backend": name, **outcome.metrics(), "minutes": took}, "none")
+                for wrong in outcome.wrong:
+                    say(wrong)
+                sharing = None if outcome.deaths else sharing_between(before, server_info(tried))
+                vacuous = sharing is not None and not sharing["expansions"]
+                if vacuous:
+                    say(f"{name}: no prefix was expanded, so nothing was tested")
+                    excluded = excluded or "no prefix was expanded"
+                if out:
+                    record(out, name, case, outcome, excluded, minutes=took, hybrid_mla=sharing)
         return outcome.good and not vacuous
 
-    with contextlib.ExitStack() as stack:
-        try:
-            stock = served(stack, "soak-stock", at_ease() + no_overlap, console)
-            good = True
-            for name in backend or [HYBRID]:
-                arguments = [*pressed(name), *saver, *no_overlap, *shlex.split(" ".join(server_arg or []))]
-                good = try_one(name, served(stack, f"soak-{name}", arguments, console, **launcher), stock) and good
-        except (ServerFailedError, requests.RequestException) as error:
-            console.print(str(error), style="red", markup=False, highlight=False)
-            good = False
+    with servers(console) as serve:
+        stock, good = serve("soak-stock", at_ease() + no_overlap), True
+        for name in backend or [HYBRID]:
+            arguments = [*pressed(name), *saver, *no_overlap, *shlex.split(" ".join(server_arg or []))]
+            good = asyncio.run(try_one(name, serve(f"soak-{name}", arguments, **launcher), stock)) and good
     if not good:
         raise typer.Exit(1)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 DN, DR, DV = 128, 64, 128  # per head: key without and with rotation, value
 LATENT = 512
@@ -27,6 +30,7 @@ class Case:
     alone: int = 0  # rows
     spec: str | None = None  # how the groups were asked for; None for one group of all rows
     s_q: int = 1  # query tokens of each row
+    longest: int = 0  # tokens of the longest row, if they share nothing and are not all as many as `tail`
 
     @property
     def batch(self) -> int:
@@ -34,9 +38,17 @@ class Case:
         return sum(self.sizes) + self.alone
 
     @property
+    def groups(self) -> list[tuple[int, int]]:
+        """First row of each group, and the one behind its last."""
+        return list(itertools.pairwise([0, *itertools.accumulate(self.sizes)]))
+
+    @property
     def lengths(self) -> list[int]:
-        """Tokens of each row, `[batch]`."""
-        return [self.prefix + self.tail] * self.batch
+        """Tokens of each row, `[batch]`; if they differ, evenly spaced in their logarithm, in a mixed order."""
+        if not self.longest:
+            return [self.prefix + self.tail] * self.batch
+        tokens = np.geomspace(self.tail, self.longest, self.batch).round().astype(int)
+        return np.random.default_rng(0).permutation(tokens).tolist()
 
     @property
     def tail_lengths(self) -> list[int]:
@@ -55,7 +67,8 @@ class Case:
     def fields(self, dtype: str) -> dict[str, Any]:
         """The `case` of a record; dtype: bf16 or fp8."""
         fields = dict(prefix=self.prefix, tail=self.tail, heads=self.heads, batch=self.batch, groups=len(self.sizes))
-        return fields | dict(s_q=self.s_q, dtype=dtype) | ({"spec": self.spec} if self.spec else {})
+        fields |= dict(s_q=self.s_q, dtype=dtype)
+        return fields | {name: of for name in ("spec", "longest") if (of := getattr(self, name))}
 
 
 def page_table(lengths: list[int], sizes: tuple[int, ...], shared_pages: int) -> tuple[list[list[int]], int]:
@@ -107,3 +120,20 @@ def parse_groups(spec: str) -> tuple[tuple[int, ...], int]:
     if not groups:
         raise ValueError(f"{spec!r} has no group of two rows or more")
     return groups, sizes.count(1)
+
+
+def parse_case(spec: str) -> Case:
+    """Read `requests x tokens x heads`, or `x query tokens` behind that; tokens may be `shortest - longest`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        requests, tokens, heads, *rest = spec.split("x")
+        lengths, s_q = [int(length) for length in tokens.split("-")], *map(int, rest or ["1"])
+        case = Case(0, lengths[0], int(heads), (), int(requests), s_q=s_q, longest=(*lengths, 0)[1])
+        if min(case.batch, case.heads, s_q, *lengths) <= 0 or len(lengths) > 2 or lengths != sorted(lengths):
+            raise ValueError
+    except ValueError as error:
+        raise ValueError(f"a case is REQUESTSxTOKENS[-MOST]xHEADS[xQUERIES], not {spec!r}") from error
+    return case

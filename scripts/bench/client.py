@@ -1,4 +1,4 @@
-"""Run SGLang's benchmark client (`scripts/bench_client.py`) against a server, and what follows from its timings."""
+"""Run SGLang's benchmark client (sglang_client.py) against a server, and what follows from its timings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import runpy
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-SCRIPT = Path(__file__).resolve().parents[1] / "bench_client.py"
+from bench.workloads import Workload
+
+SCRIPT = Path(__file__).with_name("sglang_client.py")
 HYBRID = "hybrid_mla"
 # The full batch must last for this share of the longest request's decoding, or its throughput does not count.
 SMALLEST_FULL_SHARE = 0.25
@@ -30,60 +32,41 @@ class ClientFailedError(RuntimeError):
     """The benchmark client failed, or not all of its requests were answered."""
 
 
-def sampling(output_tokens: int, stream_interval: int) -> dict[str, Any]:
-    """Parameters of a request whose answer has so many tokens, `stream_interval` in one piece."""
-    return {
-        "temperature": 0,
-        "max_new_tokens": output_tokens,
-        "ignore_eos": True,
-        "stream_interval": stream_interval,
-    }
-
-
-def run_client(
-    url: str,
-    lines: Iterable[Mapping[str, Any]],
-    *,
-    requests: int,
-    output_tokens: int,
-    log: Path,
-    at_a_time: int | None,
-    seed: int,
-) -> dict[str, Any]:
-    """Send requests or sessions, and time their tokens.
+def run_client(url: str, workload: Workload, seed: int, log: Path) -> dict[str, Any]:
+    """Send a workload's sessions, and time their tokens.
 
     Args:
-        lines: as `bench_client.py` reads them; requests: in all of them; output_tokens: of all answers.
         log: file that takes the client's output.
-        at_a_time: lines in flight at a time; None sends all at once.
     Returns:
         SGLang's result with its details: `ttfts` and `itls` in s, by request, and more.
     Raises:
         ClientFailedError
     """
     with tempfile.TemporaryDirectory() as folder:
-        data, output = Path(folder) / "requests.jsonl", Path(folder) / "result.jsonl"
-        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        data, output = Path(folder) / "sessions.jsonl", Path(folder) / "result.jsonl"
+        data.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in workload.bodies()))
         flags = {"base-url": url, "warmup-requests": 0, "output-file": output, "seed": seed}
         flags["ready-check-timeout-sec"] = READY_S
-        if at_a_time is not None:
-            flags["max-concurrency"] = at_a_time
+        if workload.at_a_time is not None:
+            flags["max-concurrency"] = workload.at_a_time
         arguments = [str(data), "--output-details", "--disable-tqdm"]
         arguments += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         status = run_script(arguments, log)
         if status or not output.exists():
             raise ClientFailedError(f"the client ended with status {status}; see {log}")
         details: dict[str, Any] = json.loads(output.read_text())
-    if details["completed"] != requests:
-        error = next(filter(None, details["errors"]), "")[-300:]
-        raise ClientFailedError(f"{details['completed']} of {requests} requests answered; see {log} {error}".rstrip())
-    if sum(details["output_lens"]) != output_tokens:
-        raise ClientFailedError(f"{sum(details['output_lens'])} of {output_tokens} tokens answered; see {log}")
+    for what, answered, asked in (
+        ("requests", details["completed"], workload.requests),
+        ("tokens", sum(details["output_lens"]), workload.output_tokens),
+    ):
+        if answered != asked:
+            error = next(filter(None, details["errors"]), "")[-300:]
+            raise ClientFailedError(f"{answered} of {asked} {what} answered; see {log} {error}".rstrip())
     return details
 
 
 def run_script(arguments: Sequence[str], log: Path) -> int:
-    """Run `bench_client.py` in a process of its own, and return its exit status."""
+    """Run `sglang_client.py` in a process of its own, and return its exit status."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     process = context.Process(target=_client, args=(SCRIPT, list(arguments), log), daemon=True)

@@ -1,15 +1,23 @@
-"""Measure an implementation of attention, or a part of it, on a case."""
+"""Measure implementations of attention, or parts of them, on cases."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+import typer
+
 from bench.cases import Case
-from bench.decode import measure_fp8_rows
-from bench.grouped import grouped_absorb
+from bench.ours import grouped_absorb, measure_fp8_rows, our_part, our_work, tail_work
+from bench.records import Report
 from bench.rivals import RIVALS, flashmla_tail
-from bench.shared import our_part, our_work, tail_work
-from bench.timing import measure
+from bench.tables import table
+from bench.timing import COLUMNS, Ceilings, attempt, free_memory, measure, measure_ceilings
+
+Asked = tuple[str, str, str]
+"""Implementation, part and dtype: as of `measured`."""
 
 
 def measured(impl: str, part: str, dtype: str, case: Case, rep_ms: int) -> dict[str, Any]:
@@ -29,3 +37,42 @@ def measured(impl: str, part: str, dtype: str, case: Case, rep_ms: int) -> dict[
     if case.sizes:
         return measure(our_part(case, dtype, part), rep_ms, our_work(case, dtype)[part])
     return measure_fp8_rows(case, rep_ms)
+
+
+def measure_cases(
+    cases: Iterable[Case],
+    asked: Callable[[Case], Iterable[Asked]],
+    floor_ms: Callable[[Asked, Case, Ceilings], float | None],
+    *,
+    title: str,
+    columns: Mapping[str, str],
+    rep_ms: int,
+    out: Path | None,
+) -> None:
+    """Time what is asked for in each case, append records to a file, and print a table.
+
+    Args:
+        floor_ms: lower bound of what is timed; None where there is none to compare with.
+        columns: of the table, before those of times.
+    Raises:
+        typer.Exit: one of ours failed.
+    """
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("needs a GPU")
+    ceilings = measure_ceilings(rep_ms)
+    free_memory()
+    report, failed = Report("attention", out), False
+    for case in cases:
+        print(case, flush=True)
+        for of in asked(case):
+            impl, part, dtype = of
+            metrics = attempt(" ".join(of), measured, *of, case, rep_ms)
+            if metrics and (floor := floor_ms(of, case, ceilings)):
+                metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
+            failed |= metrics is None and impl.startswith("hybrid_mla")
+            report.add(impl, case.fields(dtype), metrics, part=part)
+            free_memory()
+    print(f"{title}, {torch.cuda.get_device_name()}: {ceilings}")
+    print(table(columns | COLUMNS, report.rows))
+    if failed:
+        raise typer.Exit(1)

@@ -107,3 +107,9 @@ def shadow_cost(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
             "usual": usual,
             "records": [record],
         }
+
+
+def with_server(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of a soak with its server in words."""
+    server = "two ranks, sharded prefixes" if "--enable-dp-attention" in record["command"] else "one rank"
+    return record | {"server": server + (", penalties" if record["case"].get("penalties") else "")}

@@ -1,12 +1,13 @@
-"""Judge what the cost model would choose in measured cases, and what each choice costs. From records; nothing is timed
-here.
+"""Judge what the cost model and the planner would choose in measured cases, and what each choice costs.
 
-A record of `bench` `planner` (planner_grid.py) has the measured ms of each mode in one case. The choice
-follows from the rates and is not stored, so the same records can judge any rates, and fit the overheads.
+From records; nothing is timed here. A record of `bench` `planner` has the measured ms of each mode in one case, one of
+`plans` those of each assignment of modes to the nodes of a tree of shared prompts (planner_checks.py times both). The
+choice follows from the rates and is not stored, so the same records can judge any rates, and fit the overheads.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,39 +17,53 @@ import numpy as np
 from scipy.optimize import differential_evolution
 from tabulate import tabulate
 
+from bench.cases import PAGE_TOKENS
 from bench.records import newest_by
+from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
+from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.planner import break_even
+from sglang_mla_ext.prefix.planner.branches import Branches
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.covers import Ways, whole
+from sglang_mla_ext.prefix.planner.gains import Gains
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.plan import plan_step
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.segment import Mode
 
 DIMS = ModelDims.from_json("deepseek-v3")
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}  # of the expanded prefix; latent rows are BF16
 LARGEST_LOSS = 0.05  # the largest loss that a choice may cost, relative
 CONSTANTS_MS, PER_ROOT_ROW_MS = (-0.02, 0.06), (0.0, 0.001)  # where `with_fitted_overheads` looks
+COLUMNS = {"heads": "heads", "prefix": "prefix", "requests": "batch", "dtype": "dtype"}
+"""Fields of a case in a table, by heading."""
 SAME = 0.02  # modes predicted within this fraction of the chosen one must not lose much either
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The measured ms of each mode in a case, and the mode that the cost model chooses."""
+    """A choice in a measured case.
 
-    heads: int
-    prefix: int
-    batch: int
-    dtype: str
-    ms: Mapping[Mode, float]
-    chosen: Mode
+    Attributes:
+        case: of the record.
+        ms: measured, of each mode or, on trees, of each assignment of modes to nodes, by name.
+        chosen: name of the one that would be chosen.
+    """
+
+    case: Mapping[str, Any]
+    ms: Mapping[str, float]
+    chosen: str
 
     @property
-    def best(self) -> Mode:
-        """The fastest mode."""
-        return min(self.ms, key=lambda mode: self.ms[mode])
+    def best(self) -> str:
+        """The fastest one."""
+        return min(self.ms, key=lambda name: self.ms[name])
 
     @property
     def loss(self) -> float:
-        """Return how much longer the chosen mode takes, relative to the fastest mode's time."""
+        """Return how much longer the chosen one takes, relative to the fastest one's time."""
         return self.ms[self.chosen] / self.ms[self.best] - 1
 
 
@@ -64,14 +79,12 @@ def verdicts(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> list[Verd
     Args:
         records: all of the GPU that the rates belong to.
     """
-    return [_judge(record, rates) for record in newest(records)]
-
-
-def _judge(record: Mapping[str, Any], rates: GpuRates) -> Verdict:
-    case = record["case"]
-    ms = {Mode(name): value for name, value in record["ms"].items()}
-    chosen = break_even.best_mode(_cost_model(case, rates), case["batch"], case["prefix"], list(ms))
-    return Verdict(case["heads"], case["prefix"], case["batch"], case["dtype"], ms, chosen)
+    found = []
+    for record in newest(records):
+        case, modes = record["case"], list(map(Mode, record["ms"]))
+        chosen = break_even.best_mode(_cost_model(case, rates), case["batch"], case["prefix"], modes)
+        found.append(Verdict(case, record["ms"], chosen.value))
+    return found
 
 
 def _cost_model(case: Mapping[str, Any], rates: GpuRates) -> CostModel:
@@ -84,13 +97,21 @@ def by_heads(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     found = []
     for gpu in dict.fromkeys(record["gpu"] for record in records):
         found += verdicts((record for record in records if record["gpu"] == gpu), rates_for(gpu))
-    for heads, dtype in sorted({(verdict.heads, verdict.dtype) for verdict in found}):
-        of_row = [verdict for verdict in found if (verdict.heads, verdict.dtype) == (heads, dtype)]
+
+    def heads_and_dtype(verdict: Verdict) -> tuple[int, str]:
+        return verdict.case["heads"], verdict.case["dtype"]
+
+    for (heads, dtype), group in itertools.groupby(sorted(found, key=heads_and_dtype), heads_and_dtype):
+        of_row = list(group)
         worst = max(of_row, key=lambda verdict: verdict.loss)
-        where = {"prefix": worst.prefix, "batch": worst.batch} if worst.loss else {}
-        within = sum(verdict.loss <= LARGEST_LOSS for verdict in of_row)
-        row = {"heads": heads, "dtype": dtype.upper(), "cases": len(of_row), "within": within, "worst": worst.loss}
-        yield row | where | {"records": records}
+        where = {name: worst.case[name] for name in ("prefix", "batch")} if worst.loss else {}
+        row = {"heads": heads, "dtype": dtype.upper(), "cases": len(of_row), "within": within(of_row)}
+        yield row | where | {"worst": worst.loss, "records": records}
+
+
+def within(found: Iterable[Verdict]) -> int:
+    """Return how many choices lose at most `LARGEST_LOSS`."""
+    return sum(verdict.loss <= LARGEST_LOSS for verdict in found)
 
 
 def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> GpuRates:
@@ -164,22 +185,146 @@ def report(found: Sequence[Verdict]) -> str:
 
 def failures(found: Sequence[Verdict]) -> str:
     """A table of the cases in which the choice loses more than `LARGEST_LOSS`, the worst first."""
-    modes = list(dict.fromkeys(mode for verdict in found for mode in verdict.ms))
-    rows = []
-    for verdict in sorted(found, key=lambda verdict: -verdict.loss):
-        if verdict.loss > LARGEST_LOSS:
-            times = (f"{verdict.ms[mode] * 1e3:.1f}" if mode in verdict.ms else "-" for mode in modes)
-            chosen = (verdict.chosen.value, f"{verdict.loss:.0%}")
-            rows.append((verdict.heads, verdict.prefix, verdict.batch, verdict.dtype, *times, *chosen))
-    columns = ("heads", "prefix", "requests", "dtype", *(f"{mode.value} us" for mode in modes), "chosen", "loss")
-    return tabulate(rows, columns) if rows else ""
+    rows = [
+        {name: verdict.case[of] for name, of in COLUMNS.items()}
+        | {f"{mode} us": f"{ms * 1e3:.1f}" for mode, ms in verdict.ms.items()}
+        | {"chosen": verdict.chosen, "loss": f"{verdict.loss:.0%}"}
+        for verdict in sorted(found, key=lambda verdict: -verdict.loss)
+        if verdict.loss > LARGEST_LOSS
+    ]
+    return tabulate(rows, "keys", missingval="-")
 
 
 def summary(found: Sequence[Verdict]) -> str:
     """Return how many cases, how many of them within `LARGEST_LOSS`, and the worst."""
     if not found:
         return "nothing was measured"
-    within = sum(verdict.loss <= LARGEST_LOSS for verdict in found)
     worst = max(found, key=lambda verdict: verdict.loss)
-    case = f"{worst.heads} heads, {worst.prefix:,} tokens, {worst.batch} requests, {worst.dtype}"
-    return f"{within} of {len(found)} cases within {LARGEST_LOSS:.0%}; the worst loses {worst.loss:.1%}: {case}"
+    where = "{heads} heads, {prefix:,} tokens, {batch} requests, {dtype}".format_map(worst.case)
+    return f"{within(found)} of {len(found)} cases within {LARGEST_LOSS:.0%}; the worst loses {worst.loss:.1%}: {where}"
+
+
+CHUNK = 256  # tokens of a chunk of expanded tokens
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Shared prompts.
+
+    Attributes:
+        parents: `[nodes]` the node above each, -1 at the top; parents come first.
+        tokens: `[nodes]`, whole chunks; rows: `[nodes]` requests whose shared prompt ends there.
+    """
+
+    name: str
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        """Rows of the step."""
+        return sum(self.rows)
+
+    @property
+    def ends(self) -> list[int]:
+        """`[nodes]` tokens from the top to the end of each."""
+        ends: list[int] = []
+        for parent, tokens in zip(self.parents, self.tokens, strict=True):
+            ends.append(tokens + (ends[parent] if parent >= 0 else 0))
+        return ends
+
+    @property
+    def node_of_row(self) -> list[int]:
+        """`[batch]`"""
+        return [node for node, rows in enumerate(self.rows) for _ in range(rows)]
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the top to this one."""
+        return [] if node < 0 else [*self.path(self.parents[node]), node]
+
+    def rows_of(self, node: int) -> tuple[int, ...]:
+        """Rows whose path has this node."""
+        return tuple(row for row, end in enumerate(self.node_of_row) if node in self.path(end))
+
+
+NESTED = Tree("nested", (-1, 0, 1), (8192, 4096, 4096), (64, 32, 32))
+NESTED_SHORT = Tree("nested short", (-1, 0, 1), (2048, 1024, 1024), (64, 32, 32))
+MIXED = Tree("mixed", (-1, 0, -1, -1), (11008, 2048, 19456, 3328), (30, 60, 40, 30))
+SMALL = Tree("small groups", (-1, -1, -1, -1), (8192, 8192, 4096, 4096), (8, 16, 24, 48))
+DEEP = Tree("deep", (-1, 0, 1, 2), (6144, 6144, 6144, 6144), (64, 32, 16, 16))
+TREES = (NESTED, NESTED_SHORT, MIXED, SMALL, DEEP)
+TREE_HEADS = (128, 16)
+
+SEGMENTS_S = (0.0, 1e-6, 2e-6, 3e-6, 4e-6, 5e-6)
+"""Candidates of `with_fitted_segments`."""
+
+Modes = tuple[Mode, ...]
+"""`[nodes]`: how each is attended to."""
+
+
+def assignments(tree: Tree, heads: int) -> Iterator[Modes]:
+    """All that a server could plan: each node by plain absorb, grouped absorb or naive attention, and shared only where
+    the one above it is."""
+    ways = [Mode.ABSORB, Mode.NAIVE, *([Mode.GROUPED_ABSORB] if heads in STACKED_HEADS else [])]
+    for modes in itertools.product(ways, repeat=len(tree.parents)):
+        shared = [mode is not Mode.ABSORB for mode in modes]
+        if all(
+            parent < 0 or shared[parent] or not of_node for parent, of_node in zip(tree.parents, shared, strict=True)
+        ):
+            yield modes
+
+
+def name_of(modes: Modes) -> str:
+    """Return the name of an assignment in a record."""
+    return " ".join(mode.value for mode in modes)
+
+
+def chosen(tree: Tree, heads: int, dtype: str, rates: GpuRates) -> str:
+    """The planner's choice with these rates, by name."""
+    cost = CostModel(DIMS, heads, rates, expanded_element_bytes=ELEMENT_BYTES[dtype])
+    grouped = heads in STACKED_HEADS
+    gains = Gains.of(HybridMLAOptions(), cost, naive=True, grouped=grouped, step_tokens=sum(tree.tokens))
+    branches = Branches(SharedTree(range(len(tree.parents)), tree.parents, tree.ends, tree.node_of_row))
+    ways = Ways(gains.naive, gains.grouped, CHUNK, PAGE_TOKENS)
+    modes = [Mode.ABSORB] * len(tree.parents)
+    room = Capacity(len(branches), tree.batch * len(branches))
+    for part in plan_step(branches, ways, whole(branches), gains.launch, room)[0]:
+        modes[branches[part.branch].nodes[-1]] = part.mode
+    return name_of(tuple(modes))
+
+
+def with_fitted_segments(records: Sequence[Mapping[str, Any]], rates: GpuRates) -> GpuRates:
+    """The same rates with the `segment_s` of both modes for which the planner's choices lose least on average; of equal
+    ones the smallest. What one more segment costs by itself was within the noise of its measurement."""
+
+    def with_segments(naive_s: float, grouped_s: float) -> GpuRates:
+        more = {Mode.NAIVE: naive_s, Mode.GROUPED_ABSORB: grouped_s}
+        return replace(rates, modes=rates.modes | {m: replace(rates.modes[m], segment_s=s) for m, s in more.items()})
+
+    def mean_loss(candidate: GpuRates) -> float:
+        return sum(judged(record, candidate).loss for record in records) / len(records)
+
+    candidates = sorted(itertools.product(SEGMENTS_S, repeat=2), key=sum)
+    return min(itertools.starmap(with_segments, candidates), key=mean_loss)
+
+
+def judged(record: Mapping[str, Any], rates: GpuRates) -> Verdict:
+    """Return what the planner chooses in a record's case with these rates."""
+    case = record["case"]
+    tree = Tree(case["tree"], *(tuple(case[name]) for name in ("parents", "tokens", "rows")))
+    return Verdict(case, record["ms"], chosen(tree, case["heads"], case["dtype"], rates))
+
+
+def plans_table(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> str:
+    """Return for each case what plain absorb, the planner's choice with these rates and the fastest assignment take."""
+    rows = []
+    for found in (judged(record, rates) for record in records):
+        names = {"absorb": name_of((Mode.ABSORB,) * len(found.case["parents"])), "chosen": found.chosen}
+        names["fastest"] = found.best
+        rows.append(
+            {"tree": found.case["tree"], "heads": found.case["heads"], "prefix in": found.case["dtype"].upper()}
+            | {f"{what} us": f"{found.ms[name] * 1e3:.0f}" for what, name in names.items()}
+            | {"loss": f"{found.loss:.0%}", "chosen": found.chosen, "fastest": found.best}
+        )
+    return tabulate(rows, "keys")

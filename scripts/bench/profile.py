@@ -45,7 +45,7 @@ class Profile:
 
 
 class Profiler:
-    """Asks a server for a profile while a workload runs.
+    """Ask a server for a profile while a workload runs.
 
         profiler = Profiler(url, folder, after_s=5, steps=10)
         with profiler:
@@ -53,28 +53,25 @@ class Profiler:
         profile = profiler.read()
 
     The host is not watched, which would slow it down: what it costs is seen where the GPU waits.
+
+    Args:
+        folder: for traces; the server makes it.
+        after_s: seconds to wait before the first step; 0 watches from the next step on.
+        steps: forward passes.
     """
 
     def __init__(self, url: str, folder: Path, *, after_s: float, steps: int) -> None:
-        """
-        Args:
-            folder: for traces; the server makes it.
-            after_s: seconds to wait before the first step; 0 watches from the next step on.
-            steps: forward passes.
-        """
         self._url, self._folder, self._steps = url, folder, steps
-        self._later = threading.Timer(after_s, self._start) if after_s else None
+        self._later = threading.Timer(after_s, self._start)
         self._before: set[Path] = set()
 
-    def __enter__(self) -> Profiler:
+    def __enter__(self) -> None:
         self._before = set(self._folder.glob(TRACES))
-        (self._later.start if self._later else self._start)()
-        return self
+        self._later.start()
 
     def __exit__(self, *error: object) -> None:
-        if self._later:
-            self._later.cancel()
-            self._later.join()
+        self._later.cancel()
+        self._later.join()
 
     def read(self) -> Profile:
         """Wait for the trace, and count.

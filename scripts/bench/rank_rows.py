@@ -9,16 +9,28 @@ from typing import Any, NamedTuple
 
 from demo_model.rank import ALL_LAYERS, K3_MLA, MODELS
 
-from bench import rank_predictions
-from bench.rank_loads import AGENTS
-from bench.rank_predictions import FP8, FP8_PREFIX, OURS, named, named_memory, storage, transient_tokens
+from bench.predictions import (
+    FP8,
+    FP8_PREFIX,
+    OURS,
+    named,
+    named_memory,
+    of_products,
+    of_rank,
+    served,
+    step,
+    storage,
+    tokens_per_s,
+    transient_tokens,
+)
 from bench.records import Record
+from bench.workloads import AGENTS
 
 MOST_REQUESTS = 256
 """Largest number of requests in the table that has one row for each load and prompt."""
 LOADS = {"decode": "long answers", "short": "short answers"}
-AGENT_LOADS = {load: f"agents, {histories}" for load, histories in AGENTS.items()}
-ALL_LOADS = LOADS | {f"{load}, DeepGEMM": f"{name}, DeepGEMM" for load, name in LOADS.items()}
+PLANNED_LOADS = LOADS | {f"{load}, DeepGEMM": f"{name}, DeepGEMM" for load, name in LOADS.items()}
+ALL_LOADS = PLANNED_LOADS | {load: f"agents, {histories}" for load, histories in AGENTS.items()}
 DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8", "tp16": "TP 16"}
 MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2", "Kimi-K3", "Kimi-K3's MLA layers alone"), strict=True))
 STOCK_BACKENDS = ("fa3", "fa3, pages of 64", "flashinfer", "flashmla")
@@ -40,11 +52,6 @@ class Case(NamedTuple):
     requests: int
     gpu: str
 
-    @property
-    def title(self) -> str:
-        """Return the model, and how ranks divide it."""
-        return f"{MODEL_NAMES[self.model]}, {DIVIDED_NAMES[self.rank]}"
-
 
 class Pair(NamedTuple):
     """Our records of a case and those of the fastest of SGLang's own backends.
@@ -60,22 +67,41 @@ class Pair(NamedTuple):
     theirs: list[Record]
 
     @property
-    def records(self) -> list[Record]:
-        return [*self.ours, *self.theirs]
+    def name(self) -> str:
+        """Return the model, and how ranks divide it."""
+        return f"{MODEL_NAMES[self.case.model]}, {DIVIDED_NAMES[self.case.rank]}"
 
     @property
-    def predicted(self) -> dict[str, float] | None:
-        """Return what `plan` predicts for both, in tokens per second; None for passes through linear attention."""
-        if self.case.load == "short" and rank_predictions.of_rank(self.ours[0]).has_states:
-            return None
-        return {name: rank_predictions.tokens_per_s(getattr(self, name)[0]) for name in ("ours", "theirs")}
+    def title(self) -> str:
+        """Return the name, and the layers where they are not all."""
+        all_of_them = self.case.layers == ALL_LAYERS[self.case.model]
+        return self.name if all_of_them else f"{self.name}, {self.case.layers} layers"
 
-    @property
-    def row(self) -> dict[str, Any]:
-        """Return the fields that all tables show."""
-        model, all_layers = self.case.title, ALL_LAYERS[self.case.model]
-        model += f", {self.case.layers} layers" if self.case.layers != all_layers else ""
-        return self.case._asdict() | {"model": model, "rival": self.rival, "records": self.records}
+
+def row_of(pair: Pair) -> dict[str, Any]:
+    """Return a row of tables and plots, with figures of `ours` and `theirs`, and what `plan` predicts for both, in
+    tokens per second; None for passes through linear attention, and for agents."""
+    case, plan = pair.case, None
+    if case.load not in AGENTS and (case.load != "short" or not of_rank(pair.ours[0]).has_states):
+        plan = {name: tokens_per_s(getattr(pair, name)[0]) for name in ("ours", "theirs")}
+    figures = {
+        name: {"rate": middle(of), **{metric: middle(of, metric) for metric in ("ttft_ms", "itl_p99_ms")}}
+        for name, of in (("ours", pair.ours), ("theirs", pair.theirs))
+    }
+    return case._asdict() | {
+        "name": pair.name,
+        "model": pair.title,
+        "load": ALL_LOADS[case.load],
+        "layers": f"{case.layers} of {ALL_LAYERS[case.model]}",
+        "gpu": case.gpu.removeprefix("NVIDIA ").split()[0],
+        "rival": pair.rival,
+        "how": pair.backend.partition(", ")[2] or None,
+        "memory": named_memory(pair.ours[0]),
+        "drafted": ", drafts" if case.drafts else "",
+        "plan": plan,
+        **figures,
+        "records": [*pair.ours, *pair.theirs],
+    }
 
 
 def newest_release(records: Iterable[Record], *, cases: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
@@ -88,39 +114,18 @@ def newest_release(records: Iterable[Record], *, cases: Sequence[Sequence[Any]])
     for model, load, drafts, prompt, requests in cases:
         asked = {"model": model, "load": load, "drafts": drafts, "prompt": prompt, "requests": requests}.items()
         pair = max((pair for pair in pairs if asked <= pair.case._asdict().items()), key=lambda pair: pair.case)
-        yield pair.row | {
-            "load": f"{(LOADS | AGENT_LOADS)[load]}, {prompt:,} tokens, {requests} requests",
-            "drafts": ", drafts" if drafts else "",
-            "model": pair.case.title,
-            "layers": f"{pair.case.layers} of {ALL_LAYERS[model]}",
-            "gpu": pair.case.gpu.removeprefix("NVIDIA ").split()[0],
-            "stock": middle(pair.theirs),
-            "ours": middle(pair.ours),
-            "first": middle(pair.ours, "ttft_ms") / middle(pair.theirs, "ttft_ms"),
-            "memory": f"{named_memory(pair.ours[0]):g}",
-        }
+        yield row_of(pair)
 
 
 def headline(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each model, load and prompt, with what `plan` predicts for it."""
-    few = [pair for pair in whole_models(records, ALL_LOADS) if pair.case.requests <= MOST_REQUESTS]
-    for pair in {(pair.row["model"], pair.case.load, pair.case.prompt): pair for pair in few}.values():
-        figures = {
-            name: {"rate": middle(of), **{metric: middle(of, metric) for metric in ("ttft_ms", "itl_p99_ms")}}
-            for name, of in (("ours", pair.ours), ("theirs", pair.theirs))
-        }
-        how = pair.backend.partition(", ")[2] or None
-        yield pair.row | figures | {"how": how, "plan": pair.predicted, "load": ALL_LOADS[pair.case.load]}
+    """Yield a row for each model, load and prompt."""
+    few = [pair for pair in whole_models(records, PLANNED_LOADS) if pair.case.requests <= MOST_REQUESTS]
+    return map(row_of, {(pair.title, pair.case.load, pair.case.prompt): pair for pair in few}.values())
 
 
 def every_pair(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield all pairs with their rates and what `plan` predicts, for the README's plot."""
-    for pair in whole_models(records):
-        plan = pair.predicted
-        assert plan is not None  # of the models that are drawn
-        rates = {"ours": middle(pair.ours), "theirs": middle(pair.theirs)}
-        plans = {f"plan_{name}": rate for name, rate in plan.items()}
-        yield pair.row | rates | plans | {"load": LOADS[pair.case.load]}
+    """Yield a row for every pair without DeepGEMM, for the README's plot."""
+    return map(row_of, whole_models(records, LOADS))
 
 
 def sharded(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
@@ -129,9 +134,9 @@ def sharded(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     for (_, *case, _), record in sorted(newest.items(), key=lambda item: (item[0][1:3], held(item[1]))):
         stock = newest.get(("sglang_fa3", *case, None))
         if record["bench"] == "decode":
-            plan = {"ms": rank_predictions.step(record).seconds * 1e3}
+            plan = {"ms": step(record).seconds * 1e3}
         else:
-            plan = {"tokens_per_s": rank_predictions.served(record).tokens_per_s}
+            plan = {"tokens_per_s": served(record).tokens_per_s}
         if stock is not None or record["bench"] == "short":
             of_rank = record["case"]["concurrency"] // record["case"]["dp"]
             row = {"how": held(record), "of_rank": of_rank, "plan": plan, "stock": stock}
@@ -150,7 +155,7 @@ def held(record: Record) -> str:
     return how + (", mixed steps" if mixed else "")
 
 
-def whole_models(records: Iterable[Record], loads: Collection[str] = LOADS) -> list[Pair]:
+def whole_models(records: Iterable[Record], loads: Collection[str]) -> list[Pair]:
     """Return pairs without drafts on the rank with the most layers measured, tensor-parallel ranks first, then by
     model, load, prompt and requests."""
     pairs = [pair for pair in all_pairs(records) if pair.case.drafts is None]
@@ -158,7 +163,7 @@ def whole_models(records: Iterable[Record], loads: Collection[str] = LOADS) -> l
     for (model, rank, *_), layers in ((pair.case, pair.case.layers) for pair in pairs):
         most[model, rank] = max(layers, most.get((model, rank), 0))
     whole = [pair for pair in pairs if pair.case.load in loads and pair.case.layers == most[pair.case[:2]]]
-    return sorted(whole, key=lambda pair: (pair.case.rank == "dp8", pair.row["model"], pair.case[2], *pair.case[5:7]))
+    return sorted(whole, key=lambda pair: (pair.case.rank == "dp8", pair.title, pair.case[2], *pair.case[5:7]))
 
 
 def all_pairs(records: Iterable[Record]) -> list[Pair]:
@@ -172,7 +177,7 @@ def all_pairs(records: Iterable[Record]) -> list[Pair]:
         if record.get("excluded") or TRIED.search(of.get("flags", "")) or of.get("of") == K3_MLA:
             continue
         if storage(record) != FP8:
-            load = record["bench"] + rank_predictions.of_products(record)
+            load = record["bench"] + of_products(record)
             model = of.get("of", MODELS[0]), of.get("rank"), load, of.get("drafts"), of["layers"]
             case = Case(*model, of["prefix"], of["concurrency"], record["gpu"])
             found.setdefault(case, {}).setdefault(served_by(record), []).append(record)

@@ -11,17 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from bench.plan_trees import plans_table, with_fitted_segments
-from bench.planner_verdicts import report, significant, verdicts, with_fitted_overheads
+from bench.planner_verdicts import (
+    plans_table,
+    report,
+    significant,
+    verdicts,
+    with_fitted_overheads,
+    with_fitted_segments,
+)
 from bench.records import commit, package_version
 from sglang_mla_ext.configs import FALLBACK_GPU, device_fits, device_words, gpu_config_of, read_config
-from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, ModeRates
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.segment import Mode
 
 FITTED = (
     "overheads of all modes, and what a segment costs: those with which the choices of --check lose least, on its grid "
     "and on its trees."
 )
+
+FITTED_RATES = ("overhead_s", "overhead_per_root_row_s", "segment_s")
 
 WAYS = {
     "nccl": ("exchange", "NCCL's grouped sends and receives"),
@@ -56,12 +64,6 @@ def is_of(device: str, config: Mapping[str, Any]) -> bool:
     return device_fits(device, config["device_words"]) > 0
 
 
-def updated(config: Mapping[str, Any], modes: Mapping[Mode, Any], l2_bytes: int, source: str) -> dict[str, Any]:
-    """A configuration with these values; modes that are not given keep theirs."""
-    values = config["modes"] | {mode.value: of_mode for mode, of_mode in modes.items()}
-    return {**config, "l2_bytes": l2_bytes, "modes": values, "source": source}
-
-
 def source_text(device: str, measured: Mapping[Mode, str], origin: str) -> str:
     """Return where rates come from: device, versions, commit, date, and what was measured of each mode; `origin` has
     the others."""
@@ -89,38 +91,15 @@ def refit(out: Path, records: Sequence[Mapping[str, Any]], plans: Sequence[dict[
     fitted = with_fitted_overheads(records, before)
     if plans:
         fitted = with_fitted_segments(plans, fitted)
-    changed = (mode for mode in Mode if fitted.modes[mode] != before.modes[mode])
-    modes = {mode: config["modes"][mode.value] | overheads(fitted.modes[mode]) for mode in changed}
-    for mode, values in modes.items():
-        if fitted.modes[mode].segment_s != before.modes[mode].segment_s:
-            values["segment_s"] = fitted.modes[mode].segment_s
-    source = config["source"]
-    if not source.endswith(FITTED):
-        source = re.sub(r"; overhead: [^.;]+", "", source) + " " + FITTED
-    write_config(out, updated(config, modes, config["l2_bytes"], source))
+    modes = {
+        mode: config["modes"][mode.value]
+        | {name: new for name in FITTED_RATES if (new := getattr(rates, name)) != getattr(before.modes[mode], name)}
+        for mode, rates in fitted.modes.items()
+    }
+    write_rates(out, config, modes, f"{config['source'].removesuffix(FITTED).rstrip()} {FITTED}")
     print(report(verdicts(records, fitted)))
     if plans:
         print(plans_table(plans, fitted))
-
-
-def overheads(rates: ModeRates) -> dict[str, float]:
-    """The values in a file of rates that `planner_verdicts.with_fitted_overheads` fits."""
-    names = ("overhead_s", "overhead_per_root_row_s")
-    return {name: getattr(rates, name) for name in names}
-
-
-def fitted_exchange(sent_bytes: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
-    """Fit what a layer's exchange costs: `overhead_s`, and `bytes_per_s` out of a GPU, by least squares.
-
-    Raises:
-        ValueError: all times are of as many bytes, or do not grow with them.
-    """
-    if len({*sent_bytes}) < 2:
-        raise ValueError("one number of bytes tells no rate: time several numbers of rows")
-    per_byte, overhead = np.polyfit(sent_bytes, seconds, 1)
-    if per_byte <= 0:
-        raise ValueError("the times do not grow with the bytes")
-    return {"overhead_s": significant(overhead), "bytes_per_s": significant(1 / per_byte)}
 
 
 def write_exchange(out: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -128,41 +107,49 @@ def write_exchange(out: Path, records: Sequence[Mapping[str, Any]]) -> None:
     records of one day, commit and number of ranks.
 
     Raises:
-        ValueError: there is none through NCCL, or what `fitted_exchange` raises.
+        ValueError: there is none through NCCL, all times are of as many bytes, or they do not grow with them.
     """
     config = json.loads(out.read_text(encoding="utf-8"))
-    entries = {}
-    for impl, (name, way) in WAYS.items():
-        of_gpu = [
-            record
-            for record in records
-            if record["bench"] == "exchange" and record["impl"] == impl and is_of(record["gpu"], config)
-        ]
-        if of_gpu:
-            entries[name] = _entry(of_gpu, way)
+    timed = [record for record in records if record["bench"] == "exchange" and is_of(record["gpu"], config)]
+    entries = {
+        name: _exchange_entry(of_way, way)
+        for impl, (name, way) in WAYS.items()
+        if (of_way := [record for record in timed if record["impl"] == impl])
+    }
     if "exchange" not in entries:
         raise ValueError(f"no exchange through NCCL was timed on {config['name']}")
     write_config(out, config | entries)
 
 
-def _entry(records: Sequence[Mapping[str, Any]], way: str) -> dict[str, Any]:
-    """Fit the newest run among these records."""
-    last = max(records, key=lambda record: record["date"])
+def _exchange_entry(records: Sequence[Mapping[str, Any]], way: str) -> dict[str, Any]:
+    """Fit a layer's exchange to the newest run among these records, by least squares."""
 
     def run_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
         return record["date"][:10], record["commit"], record["case"]["ranks"], record["case"]["heads"]
 
+    last = max(records, key=lambda record: record["date"])
     run = [record for record in records if run_of(record) == run_of(last)]
-    rates = fitted_exchange(
-        [record["case"]["sent_bytes"] for record in run], [record["all_us"] * 1e-6 for record in run]
-    )
+    sent_bytes = [record["case"]["sent_bytes"] for record in run]
+    if len({*sent_bytes}) < 2:
+        raise ValueError("one number of bytes tells no rate: time several numbers of rows")
+    per_byte, overhead = np.polyfit(sent_bytes, [record["all_us"] * 1e-6 for record in run], 1)
+    if per_byte <= 0:
+        raise ValueError("the times do not grow with the bytes")
     rows = sorted({record["case"]["rows"] for record in run})
     source = (
         f"Measured by scripts/bench_exchange.py on {last['case']['ranks']} {last['gpu']} (torch {last['torch']}, "
         f"commit {last['commit']}, {last['date'][:10]}): {way} with their copies, "
         f"{last['case']['heads']} heads, {rows[0]} to {rows[-1]} rows of a rank, nothing beside them."
     )
-    return rates | {"source": source}
+    return {"overhead_s": significant(overhead), "bytes_per_s": significant(1 / per_byte), "source": source}
+
+
+def write_rates(
+    out: Path, config: Mapping[str, Any], modes: Mapping[Mode, Any], source: str, l2_bytes: int | None = None
+) -> None:
+    """Write a file of rates with these values; modes that are not given keep theirs."""
+    values = config["modes"] | {mode.value: of_mode for mode, of_mode in modes.items()}
+    write_config(out, {**config, "l2_bytes": l2_bytes or config["l2_bytes"], "modes": values, "source": source})
 
 
 def write_config(out: Path, config: Mapping[str, Any]) -> None:

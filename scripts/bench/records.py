@@ -68,14 +68,21 @@ def write_record(
 
 @dataclass
 class Report:
-    """Measurements of a run: lines of a file of records, if there is one, and rows of a table for the console."""
+    """Measurements of a run: lines of a file of records, if there is one, and rows of a table for the console.
+
+    Attributes:
+        measured: `case` and metrics of what did not fail.
+    """
 
     bench: str
     out: Path | None
     rows: list[Record] = field(default_factory=list)
+    measured: list[Record] = field(default_factory=list)
 
     def add(self, impl: str, case: Mapping[str, Any], metrics: Mapping[str, Any] | None, **more: Any) -> None:
         """Add a measurement; `metrics` is None for one that failed, which is not written."""
+        if metrics:
+            self.measured.append({"case": dict(case), **metrics})
         if metrics and self.out:
             write_record(self.out, bench=self.bench, impl=impl, case=case, **more, **metrics)
         self.rows.append({**case, "impl": impl, **more, **(metrics or {})})

@@ -14,13 +14,31 @@ import psutil
 import requests
 
 from bench.client import HYBRID
-from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, body, flush, last_chunk, post, ran, session
+from bench.generate import (
+    FP32,
+    TIMEOUT_S,
+    Answer,
+    RefusedError,
+    StockAnswers,
+    Tolerance,
+    Verdict,
+    answer_of,
+    ask,
+    body,
+    flush,
+    judge,
+    post,
+    ran,
+    same,
+    session,
+)
 from bench.server import server_info
-from bench.soak_judge import FP32, Answer, Tolerance, Verdict, judge, same
 from bench.soak_traffic import PENALTIES, Action, Chat, Request
 
 PUBLISHED_S = 10.0
 """Time within which ranks have published their loads, that an idle server answers with."""
+MOST_SAID = 20
+"""Most wrong answers that are kept for a message."""
 
 
 class ServerDiedError(RuntimeError):
@@ -75,8 +93,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        bad = self.verdicts[Verdict.WRONG.value] + self.errors + self.leaked_bytes + self.deaths
-        return bad == 0
+        return self.verdicts["wrong"] + self.errors + self.leaked_bytes + self.deaths == 0
 
     def metrics(self) -> dict[str, Any]:
         """Return what is recorded. Memory grows since the end of the first phase, in which buffers and caches of every
@@ -171,15 +188,11 @@ class Soak:
         """Send a request as its client does, and keep what comes back."""
         chat = request.chat
         content = body(chat.ids, chat.output_tokens, chat.shape, rid=rid, return_logprob=request.logprobs)
-        if request.hidden:
-            content["return_hidden_states"] = True
-        if chat.salt:
-            content["extra_key"] = chat.salt
+        content |= {"return_hidden_states": True} if request.hidden else {}
+        content |= {"extra_key": chat.salt} if chat.salt else {}
         seen: list[Any] = []
         url = f"{self.url}/generate"
-        asking = asyncio.create_task(
-            last_chunk(client, url, content, seen) if request.stream else _into(seen, post(client, url, content))
-        )
+        asking = asyncio.create_task(ask(client, url, content | {"stream": request.stream}, seen))
         try:
             if request.leaves_after_s is not None:
                 done, _ = await asyncio.wait([asking], timeout=request.leaves_after_s)
@@ -198,15 +211,14 @@ class Soak:
                 return
         finally:
             asking.cancel()
-        if seen and seen[0].get("output_ids"):
-            meta = seen[0]["meta_info"]
-            reason = (meta["finish_reason"] or {}).get("type")
-            version = meta["weight_version"] if meta["weight_version"] == "second" else "first"
-            answer, whole = answer_of(seen[0]), reason == "length"
-            # Who waits and has tokens was taken back.
-            self._got.append(Got(chat, answer, whole, version, not ran(meta) or meta["num_retractions"] > 0))
-        else:
+        if not (seen and seen[0].get("output_ids")):
             self.outcome.left += 1
+            return
+        meta = seen[0]["meta_info"]
+        whole = (meta["finish_reason"] or {}).get("type") == "length"
+        version = "second" if meta["weight_version"] == "second" else "first"
+        # Who waits and has tokens was taken back.
+        self._got.append(Got(chat, answer_of(seen[0]), whole, version, not ran(meta) or meta["num_retractions"] > 0))
 
     async def _update(self, client: aiohttp.ClientSession) -> None:
         """Update an idle server to the other weights; SGLang holds back the requests that come meanwhile.
@@ -228,8 +240,8 @@ class Soak:
 
     async def _sleep(self, client: aiohttp.ClientSession) -> None:
         """Let an idle server sleep and wake."""
-        await post(client, f"{self.url}/release_memory_occupation", {"tags": self._sleeps})
-        await post(client, f"{self.url}/resume_memory_occupation", {"tags": self._sleeps})
+        for action in ("release", "resume"):
+            await post(client, f"{self.url}/{action}_memory_occupation", {"tags": self._sleeps})
         self.outcome.actions["sleeps"] += 1
 
     async def _flush_at_work(self, client: aiohttp.ClientSession) -> None:
@@ -264,37 +276,30 @@ class Soak:
             await asyncio.gather(*(self._judge_one(one) for one in of_version))
 
     async def _judge_one(self, got: Got) -> None:
-        if got.taken_back and got.chat.shape in PENALTIES:  # SGLang counts anew what comes after
+        chat, answer = got.chat, got.answer
+        if got.taken_back and chat.shape in PENALTIES:  # SGLang counts anew what comes after
             self.outcome.taken_back += 1
             return
-        if got.chat.shape is None:
-            verdict = await judge(
-                got.chat.ids, got.answer, self._stock, taken_back=got.taken_back, tolerance=self._tolerance
-            )
+        if chat.shape is None:
+            options = {"taken_back": got.taken_back, "tolerance": self._tolerance}
+            verdict = await judge(chat.ids, answer, self._stock, **options)
         else:  # by what came before in the answer, so that no tie can be followed
-            expected = await self._stock(got.chat.ids, got.chat.output_tokens, got.chat.shape)
-            verdict = Verdict.RIGHT if same(got.answer, expected, self._tolerance) else Verdict.WRONG
-        missing = got.chat.output_tokens - len(got.answer.ids)
+            expected = await self._stock(chat.ids, chat.output_tokens, chat.shape)
+            verdict = Verdict.RIGHT if same(answer, expected, self._tolerance) else Verdict.WRONG
+        missing = chat.output_tokens - len(answer.ids)
         if got.whole and missing not in ((0, 1) if verdict is Verdict.LOST_FIRST else (0,)):
             verdict = Verdict.WRONG
         self.outcome.verdicts[verdict.value] += 1
         self.outcome.taken_back += got.taken_back
         if verdict is Verdict.WRONG:
-            expected = await self._stock(got.chat.ids, len(got.answer.ids) + 1, got.chat.shape)
-            self._say(
-                f"prompt of {len(got.chat.ids)} tokens, salt {got.chat.salt}, {got.chat.shape}, weights {got.weights}, "
-                f"taken back {got.taken_back}, whole {got.whole}: {got.answer}; "
-                f"stock {expected.ids} {expected.logprobs}"
-            )
+            expected = await self._stock(chat.ids, len(answer.ids) + 1, chat.shape)
+            asked = f"prompt of {len(chat.ids)} tokens, salt {chat.salt}, {chat.shape}"
+            how = f"weights {got.weights}, taken back {got.taken_back}, whole {got.whole}"
+            self._say(f"{asked}, {how}: {answer}; stock {expected.ids} {expected.logprobs}")
 
     def _say(self, what: str) -> None:
-        if len(self.outcome.wrong) < 20:
+        if len(self.outcome.wrong) < MOST_SAID:
             self.outcome.wrong.append(what)
-
-
-async def _into(seen: list[Any], answer: Any) -> Any:
-    seen[:] = [await answer]
-    return seen[0]
 
 
 def left_bytes(url: str) -> int:
@@ -303,8 +308,7 @@ def left_bytes(url: str) -> int:
     used = sum(
         load["num_used_tokens"] / load["max_total_num_tokens"] * load["memory"]["kv_cache_gb"] * 2**30 for load in loads
     )
-    entry = server_info(url).get(HYBRID, {})
-    return int(used) + int(entry.get("expanded_bytes", 0))
+    return int(used) + int(server_info(url).get(HYBRID, {}).get("expanded_bytes", 0))
 
 
 def rss_bytes(url: str) -> int:

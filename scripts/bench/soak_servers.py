@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import requests
 import torch
+import typer
 from demo_model.checkpoint import Settings, make
 from packaging.version import Version
 from rich.console import Console
@@ -17,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from bench.client import HYBRID
-from bench.server import ON_GPU, STOCK, free_port, started_server, work_folder
+from bench.server import ON_GPU, STOCK, ServerFailedError, free_port, started_server, work_folder
 
 WEIGHTS_FILE = "model.safetensors"
 # SGLang's own way to test retraction: every so many steps it takes requests back as if its cache were full.
@@ -47,11 +50,26 @@ ON_CPU_GB = 0.031 if Version(version("sglang")) < Version("0.5.23") else 0.064
 SIZES = Sizes(65_536, 2048, 2.0, 64) if ON_GPU else Sizes(2048, 256, ON_CPU_GB, 32)
 
 
-def served(stack: ExitStack, name: str, arguments: list[str], console: Console, **more: Any) -> str:
-    """Run a server of the small model until the stack is closed, and return its URL; `more` as of `started_server`."""
-    log = work_folder() / "logs" / f"{name}.log"
-    arguments = ["--model-path", str(small_model(work_folder())), *arguments]
-    return stack.enter_context(started_server(arguments, free_port(), log, console, **more)).url()
+@contextlib.contextmanager
+def servers(console: Console) -> Iterator[Callable[..., str]]:
+    """Yield what starts a server of the small model and returns its URL: `serve(name, arguments, **more)`, `more` as of
+    `started_server`. Raises typer.Exit where one fails; in the end all are stopped."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(name: str, arguments: list[str], **more: Any) -> str:
+            arguments = ["--model-path", str(small_model(work_folder())), *arguments]
+            return stack.enter_context(started_server(arguments, free_port(), log_of(name), console, **more)).url()
+
+        try:
+            yield serve
+        except (ServerFailedError, requests.RequestException) as error:
+            console.print(str(error), style="red", markup=False, highlight=False)
+            raise typer.Exit(1) from None
+
+
+def log_of(name: str) -> Path:
+    """Return the file that takes a server's output."""
+    return work_folder() / "logs" / f"{name}.log"
 
 
 def pressed(backend: str) -> list[str]:

@@ -7,16 +7,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from demo_model.rank import MODELS
+from scipy.optimize import nnls
 
-from bench import rank_predictions
-from bench.planner_grid import TAIL
-from bench.rank_predictions import BF16, storage
+from bench.planner_checks import TAIL
+from bench.planner_verdicts import DIMS, significant
+from bench.predictions import BF16, OURS, benchmark_model, storage
+from bench.predictions import step as predicted_step
 from bench.records import latest, read_records
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.rates import Gpu, StepRates
@@ -24,11 +25,8 @@ from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, activation_bytes, latent_seconds, predict
 from sglang_mla_ext.predict.weights import read_model
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
-from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
-WIDTHS = {128: 18432, 16: 2304}
-"""Width of the dense MLP by heads: of the models of the serving benchmarks."""
 MACS = np.arange(2.4e14, 4.6e14, 5e12)
 PRODUCT_S = np.arange(0, 1.01e-5, 2.5e-7)
 PADDING = np.arange(0.5, 1.01, 0.02)
@@ -42,20 +40,6 @@ ATTENTION = re.compile(
 BESIDE_ATTENTION = re.compile("join_parts|mla_metadata|schedule_tails")
 """Kernels that count as other launches: joins, and the schedules of a step's attention."""
 DENSE = re.compile("nvjet|gemm|cublas|splitKreduce")
-
-
-def benchmark_model(layers: int, heads: int, width: int) -> dict[str, Any]:
-    """The configuration of a model of the benchmarks: DeepSeek-V3's dimensions, dense MLPs, BF16."""
-    known = read_model("deepseek-v3")
-    kept = ("hidden_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
-    return {
-        **{name: known[name] for name in kept},
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": width,
-        "vocab_size": 32000,
-        "tie_word_embeddings": False,
-    }
 
 
 def fitted(gpu: Gpu, profiles: Path, grid: Path, ranks: Path) -> dict[str, Any]:
@@ -103,6 +87,7 @@ def records_of(gpu: Gpu, path: Path) -> list[dict[str, Any]]:
 def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Fit `macs_per_s` and `product_s` to the products of a step, on models of two widths."""
     measured = np.array([seconds_of(record, is_dense) / record["steps"] for record in watched])
+    models = [(benchmark_model(record["case"]), record["case"]["requests"]) for record in watched]
     nothing = {"launches_s": 0, "row_s": 0}
     attention = {"padding": 1, **{mode.value: nothing for mode in Mode}}
     others = {"layer_s": 0, "experts_s": 0, "step_s": 0, "attention": attention, "source": ""}
@@ -111,19 +96,13 @@ def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, flo
 
     def off(macs_per_s: float, product_s: float) -> float:
         step = StepRates.from_config(others | {"macs_per_s": macs_per_s, "product_s": product_s})
-        model_of = partial(model_of_case, replace(gpu, step=step))
-        times = [
-            sum(predict(model_of(of["case"]), PLAIN, of["case"]["requests"], 0, 0).products.values()) for of in watched
-        ]
+        of_gpu = replace(gpu, step=step)
+        steps = (predict(Deployment(model, of_gpu), PLAIN, requests, 0, 0) for model, requests in models)
+        times = [sum(step.products.values()) for step in steps]
         return float(np.square(np.array(times) / measured - 1).sum())
 
     _, macs_per_s, product_s = min((off(macs, each), macs, each) for macs in MACS for each in PRODUCT_S)
-    return {"macs_per_s": rounded(macs_per_s), "product_s": rounded(product_s)}
-
-
-def model_of_case(gpu: Gpu, case: Mapping[str, Any]) -> Deployment:
-    """The model of a record's case."""
-    return Deployment(benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]), gpu)
+    return {"macs_per_s": significant(macs_per_s), "product_s": significant(product_s)}
 
 
 def of_launches(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -136,11 +115,11 @@ def of_launches(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, flo
     for record in (record for record in watched if record["impl"] == "hybrid_mla"):
         case, often = record["case"], record["steps"] * record["case"]["layers"]
         layer_s = seconds_of(record, lambda name, count, often=often: is_other(name) and count >= often) / often
-        moved = case["requests"] * activation_bytes(model_of_case(gpu, case))
+        moved = case["requests"] * activation_bytes(Deployment(benchmark_model(case), gpu))
         of_layers.append(max(layer_s - moved / bandwidth, 0.0))
         once_s = seconds_of(record, lambda name, count, often=often: is_other(name) and count < often)
         of_steps.append((once_s + (record["span_ms"] - record["busy_ms"]) * 1e-3) / record["steps"])
-    return {"layer_s": rounded(np.median(of_layers)), "step_s": rounded(np.median(of_steps))}
+    return {"layer_s": significant(np.median(of_layers)), "step_s": significant(np.median(of_steps))}
 
 
 def seconds_of(record: Mapping[str, Any], counts: Callable[[str, int], bool]) -> float:
@@ -163,7 +142,7 @@ def is_fitted(record: Mapping[str, Any]) -> bool:
     how well it serves them, and servers with DeepGEMM how much that changes."""
     case = record["case"]
     of_rank = case.get("of", MODELS[0]), case.get("rank"), storage(record), record["bench"], record["impl"]
-    fitted = of_rank == (MODELS[0], "tp8", BF16, "decode", rank_predictions.OURS)
+    fitted = of_rank == (MODELS[0], "tp8", BF16, "decode", OURS)
     counted = not case.get("deep_gemm") and not record.get("excluded")
     return fitted and counted and case["concurrency"] in RANK_REQUESTS
 
@@ -177,9 +156,9 @@ def of_experts(gpu: Gpu, whole: Iterable[Mapping[str, Any]]) -> float:
     beyond = []
     for record in whole:
         expert_layers = record["case"]["layers"] - read_model(MODELS[0])["first_k_dense_replace"]
-        missed = record["decode_itl_ms"] * 1e-3 - rank_predictions.step(record, gpu).seconds
+        missed = record["decode_itl_ms"] * 1e-3 - predicted_step(record, gpu).seconds
         beyond.append(missed / expert_layers)
-    return float(f"{np.median(beyond):.2g}")  # they differ by more than that
+    return significant(np.median(beyond), 2)  # they differ by more than that
 
 
 def of_attention(gpu: Gpu, checked: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -188,22 +167,21 @@ def of_attention(gpu: Gpu, checked: Iterable[Mapping[str, Any]]) -> dict[str, An
     some = [record for record in checked if record["case"]["batch"] >= FEWEST_REQUESTS]
     full = [record for record in some if record["case"]["batch"] >= FILLING_REQUESTS]
     _, padding = min((of_mode(gpu, full, Mode.ABSORB, float(share))[0], float(share)) for share in PADDING)
-    found: dict[str, Any] = {"padding": rounded(padding)}
+    found: dict[str, Any] = {"padding": significant(padding)}
     for mode in Mode:
         _, launches_s, row_s = of_mode(gpu, some, mode, padding)
-        found[mode.value] = {"launches_s": rounded(launches_s), "row_s": rounded(row_s)}
+        found[mode.value] = {"launches_s": significant(launches_s), "row_s": significant(row_s)}
     return found
 
 
 def of_mode(gpu: Gpu, checked: Iterable[Mapping[str, Any]], mode: Mode, padding: float) -> tuple[float, float, float]:
     """The mean square of the relative errors of one mode, `launches_s` and `row_s`."""
-    dims = ModelDims.from_json("deepseek-v3")
     cases = []
     for record in checked:
         case, ms = record["case"], record["ms"].get(mode.value)
         if ms is None or (mode is not Mode.NAIVE and case["dtype"] == "fp8"):  # the same launches again
             continue
-        cost = CostModel(dims, case["heads"], gpu.rates, 1 if case["dtype"] == "fp8" else 2)
+        cost = CostModel(DIMS, case["heads"], gpu.rates, 1 if case["dtype"] == "fp8" else 2)
         work = latent_seconds(cost, case["batch"], TAIL, padding)
         if mode is Mode.ABSORB:
             work += latent_seconds(cost, case["batch"], case["prefix"], padding, shared=True)
@@ -212,11 +190,8 @@ def of_mode(gpu: Gpu, checked: Iterable[Mapping[str, Any]], mode: Mode, padding:
         cases.append((ms * 1e-3, work, case["batch"] * case["heads"]))
     measured, work, rows = np.array(cases).T
     columns, left = np.stack([np.ones_like(rows), rows], axis=1) / measured[:, None], 1 - work / measured
-    found = np.linalg.lstsq(columns, left, rcond=None)[0]
-    if found[1] < 0:
-        found = np.array([np.linalg.lstsq(columns[:, :1], left, rcond=None)[0][0], 0.0])
-    found = np.maximum(found, 0.0)
-    return float(np.square(columns @ found - left).mean()), float(found[0]), float(found[1])
+    (launches_s, row_s), off = nnls(columns, left)
+    return float(off**2 / len(left)), float(launches_s), float(row_s)
 
 
 def derived(gpu: Gpu, origin: Gpu) -> dict[str, Any]:
@@ -229,8 +204,8 @@ def derived(gpu: Gpu, origin: Gpu) -> dict[str, Any]:
         raise ValueError(f"{gpu.key} and {origin.key} need data sheets, and {origin.key} its constants")
     step = origin.step
     return {
-        "bytes_per_s": rounded(step.bytes_per_s * gpu.sheet.bytes_per_s / origin.sheet.bytes_per_s),
-        "macs_per_s": rounded(step.macs_per_s * gpu.sheet.bf16_flops / origin.sheet.bf16_flops),
+        "bytes_per_s": significant(step.bytes_per_s * gpu.sheet.bytes_per_s / origin.sheet.bytes_per_s),
+        "macs_per_s": significant(step.macs_per_s * gpu.sheet.bf16_flops / origin.sheet.bf16_flops),
         **{name: getattr(step, name) for name in ("product_s", "layer_s", "experts_s", "step_s")},
         "attention": {
             "padding": step.padding,
@@ -241,8 +216,3 @@ def derived(gpu: Gpu, origin: Gpu) -> dict[str, Any]:
         "source": f"DERIVED, not measured: the {origin.rates.name}'s, scaled by the data sheets' bandwidth and BF16 "
         "rate.",
     }
-
-
-def rounded(value: float) -> float:
-    """A value with the digits that it deserves."""
-    return float(f"{value:.3g}")

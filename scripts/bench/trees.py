@@ -33,8 +33,8 @@ class Request:
         return False
 
 
-class TreeOfNodes:
-    """SGLang 0.5.17's radix cache, and requests that hold nodes of it.
+class TreeOfTexts:
+    """SGLang's radix cache, and requests that hold nodes of it. A node is the text down to its end.
 
     Attributes:
         root: below which `chain` begins.
@@ -45,36 +45,8 @@ class TreeOfNodes:
             stubs.install()
         nothing = lambda slots, start_pos=0: None  # noqa: E731
         self.cache = self._new_cache(SimpleNamespace(device="cpu", page_size=PAGE, free=nothing, free_segment=nothing))
-        self.root = self._root()
+        self.root: Any = array("q")
         self._numbers = itertools.count()
-
-    def _new_cache(self, allocator: Any) -> Any:
-        from sglang.srt.mem_cache.radix_cache import RadixCache
-
-        return RadixCache.create_simulated(page_size=PAGE, mock_allocator=allocator)
-
-    def _root(self) -> Any:
-        return self.cache.root_node
-
-    def chain(self, node: Any, *pages: int) -> Any:
-        """Nodes of so many pages, each below the one before, with text that nothing else has; the last of them."""
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        for count in pages:
-            tokens = array("q", [next(self._numbers)]) * (count * PAGE)
-            _, node = self.cache._insert_helper(node, RadixKey(tokens), torch.zeros(len(tokens), dtype=torch.int64))
-        return node
-
-    def start(self, end: Any, kind: int) -> Request:
-        """A request whose cached prefix ends in this node."""
-        return Request(f"request {next(self._numbers)}", end, kind, self.cache.inc_lock_ref(end))
-
-    def finish(self, request: Request) -> None:
-        self.cache.dec_lock_ref(request.last_node)
-
-
-class TreeOfNumbers(TreeOfNodes):
-    """The same of 0.5.23, whose core puts nothing in below a given node: here a node is the text down to its end."""
 
     def _new_cache(self, allocator: Any) -> Any:
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -86,18 +58,19 @@ class TreeOfNumbers(TreeOfNodes):
             CacheInitParams(**params, token_to_kv_pool_allocator=allocator, tree_components=(ComponentType.FULL,))
         )
 
-    def _root(self) -> array:
-        return array("q")
+    def _page_texts(self, *pages: int) -> list[array]:
+        """Texts of so many pages, each of a token that nothing else has."""
+        return [array("q", [next(self._numbers)]) * (count * PAGE) for count in pages]
 
-    def chain(self, node: array, *pages: int) -> array:
+    def chain(self, node: Any, *pages: int) -> Any:
+        """Nodes of so many pages, each below the one before, with text that nothing else has; the last of them."""
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        text = array("q", node)
-        ends = [len(text)]
-        for count in pages:
-            text.extend(array("q", [next(self._numbers)]) * (count * PAGE))
+        text, ends = array("q", node), []
+        for of_node in self._page_texts(*pages):
             ends.append(len(text))
+            text.extend(of_node)
         slots = torch.zeros(len(text), dtype=torch.int64)
         self.cache.insert(InsertParams(key=RadixKey(text), value=slots, prev_prefix_len=ends[0]))
         # A question for a shorter text cuts the node that it ends in. In the middle first: fewer are walked through.
@@ -105,21 +78,46 @@ class TreeOfNumbers(TreeOfNodes):
             self._match(text[: ends[cut]])
         return text
 
-    def start(self, end: array, kind: int) -> Request:
-        return super().start(self._match(end), kind)
-
-    def _match(self, text: array) -> int:
-        """The node that a text ends in."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        return int(self.cache.match_prefix(MatchPrefixParams(key=RadixKey(text))).last_device_node)
+    def start(self, end: Any, kind: int) -> Request:
+        """A request whose cached prefix ends in this node."""
+        node = self._match(end)
+        return Request(f"request {next(self._numbers)}", node, kind, self.cache.inc_lock_ref(node))
 
     def finish(self, request: Request) -> None:
         self.cache.dec_lock_ref(request.last_node, request.lock.to_dec_params())
 
+    def _match(self, text: array) -> Any:
+        """The tree's node that a text ends in."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
 
-Tree = TreeOfNodes if contract.line() == "0.5.17" else TreeOfNumbers
+        return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(text))).last_device_node
+
+
+class TreeOfNodes(TreeOfTexts):
+    """The same of 0.5.17, which puts text in below a given node: cutting takes it seconds a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = self.cache.root_node
+
+    def _new_cache(self, allocator: Any) -> Any:
+        from sglang.srt.mem_cache.radix_cache import RadixCache
+
+        return RadixCache.create_simulated(page_size=PAGE, mock_allocator=allocator)
+
+    def chain(self, node: Any, *pages: int) -> Any:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        for text in self._page_texts(*pages):
+            _, node = self.cache._insert_helper(node, RadixKey(text), torch.zeros(len(text), dtype=torch.int64))
+        return node
+
+    def _match(self, text: Any) -> Any:
+        return text
+
+
+Tree = TreeOfNodes if contract.line() == "0.5.17" else TreeOfTexts
 """The installed SGLang's."""
 
 Start = Callable[[int], Request]
@@ -136,34 +134,34 @@ class Case:
     """
 
     requests: int
-    make: Callable[[TreeOfNodes], Start]
+    make: Callable[[Tree], Start]
 
 
-def one_prompt(tree: TreeOfNodes) -> Start:
+def one_prompt(tree: Tree) -> Start:
     """One prompt of 26,624 tokens, and an end of 512."""
     prompt = tree.chain(tree.root, 416)
     return lambda kind: tree.start(tree.chain(prompt, 8), kind)
 
 
-def agents(tree: TreeOfNodes) -> Start:
+def agents(tree: Tree) -> Start:
     """Sessions of 20 turns of 512 tokens each, below a system prompt of 8,192."""
     prompt = tree.chain(tree.root, 128)
     return lambda kind: tree.start(tree.chain(prompt, *[8] * 20), kind)
 
 
-def shared_chain(tree: TreeOfNodes) -> Start:
+def shared_chain(tree: Tree) -> Start:
     """One chain of 500 nodes of 64 tokens, and an end of 512."""
     last = tree.chain(tree.root, *[1] * 500)
     return lambda kind: tree.start(tree.chain(last, 8), kind)
 
 
-def pairs(tree: TreeOfNodes) -> Start:
+def pairs(tree: Tree) -> Start:
     """Two requests for each prompt of 2,048 tokens, each with an end of 512."""
     prompts = [tree.chain(tree.root, 32) for _ in range(512)]
     return lambda kind: tree.start(tree.chain(prompts[kind // 2], 8), kind)
 
 
-def private_chains(tree: TreeOfNodes) -> Start:
+def private_chains(tree: Tree) -> Start:
     """Nothing shared, and 1,000 nodes of 64 tokens each."""
     return lambda kind: tree.start(tree.chain(tree.root, *[1] * 1000), kind)
 

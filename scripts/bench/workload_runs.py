@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import requests
 
 from bench.client import (
@@ -19,15 +19,14 @@ from bench.client import (
     full_batch,
     plan_ms_between,
     run_client,
-    sampling,
     sharing_between,
     steady_rate,
 )
-from bench.profile import Profile, Profiler
+from bench.profile import Profile
 from bench.records import write_record
 from bench.server import server_info
 from bench.tables import table
-from bench.workloads import Turn, Workload
+from bench.workloads import Workload
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 
@@ -81,51 +80,28 @@ class Run:
 
 
 def run_workload(
-    url: str,
-    workload: Workload,
-    seed: int,
-    log: Path,
-    watch: AbstractContextManager[Any] | None = None,
-    warm_up: Workload | None = None,
+    url: str, workload: Workload, seed: int, log: Path, watch: AbstractContextManager[Any] | None = None
 ) -> Timings:
-    """Empty the server's cache, put the shared prompts into it, and run a workload.
+    """Empty the server's cache, put the shared prompts into it, warm up, and run a workload.
 
     Args:
         log: file that takes the client's output.
         watch: is entered while the workload runs.
-        warm_up: runs before, on what is in the cache, and is not counted.
     Raises:
         ClientFailedError: not all was answered.
         requests.RequestException: the server is not idle, or refuses a prompt.
     """
     requests.post(f"{url}/flush_cache", params={"timeout": 60}, timeout=120).raise_for_status()
     for prompt in workload.cached:
-        cache: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling(1, 1)}
+        cache: dict[str, Any] = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
         requests.post(f"{url}/generate", json=cache, timeout=600).raise_for_status()
-    if warm_up:
-        send(url, warm_up, seed, log)
+    if workload.warm_up:
+        run_client(url, replace(workload, sessions=workload.warm_up), seed, log)
     before = server_info(url)
     with watch or nullcontext():
-        details = send(url, workload, seed, log)
+        details = run_client(url, workload, seed, log)
     after = server_info(url)
     return timings(details, workload, sharing_between(before, after), plan_ms_between(before, after))
-
-
-def send(url: str, workload: Workload, seed: int, log: Path) -> dict[str, Any]:
-    """Send a workload's requests; the result and what is raised are `run_client`'s."""
-    sent = {"requests": workload.requests, "output_tokens": workload.output_tokens, "at_a_time": workload.at_a_time}
-    return run_client(url, client_lines(workload), **sent, log=log, seed=seed)
-
-
-def client_lines(workload: Workload) -> list[dict[str, Any]]:
-    """The sessions as `bench_client.py` reads them; requests of their own where each session has one turn."""
-
-    def line(turn: Turn) -> dict[str, Any]:
-        return {"input_ids": turn.ids, "sampling_params": sampling(turn.output_tokens, workload.stream_interval)}
-
-    if workload.requests == len(workload.sessions):
-        return [line(turn) for (turn,) in workload.sessions]
-    return [{"turns": list(map(line, session))} for session in workload.sessions]
 
 
 def timings(
@@ -199,30 +175,15 @@ def impl_and_case(backend: str, workload: Workload, server: dict[str, Any]) -> d
     return {"impl": attention if attention == HYBRID else f"sglang_{attention}", "case": case}
 
 
-def profile_workload(url: str, workload: Workload, seed: int, log: Path, folder: Path) -> Profile:
-    """Run a workload once more, under torch's profiler.
-
-    Args:
-        folder: for traces.
-    Raises:
-        NoTraceError: the server has written none.
-        ClientFailedError, requests.RequestException: as `run_workload`.
-    """
-    assert workload.profile
-    profiler = Profiler(url, folder, **workload.profile)
-    run_workload(url, workload, seed, log, watch=profiler)
-    return profiler.read()
-
-
-def record_profile(out: Path, backend: str, workload: Workload, profile: Profile, server: dict[str, Any]) -> None:
+def record_profile(out: Path, run: Run, profile: Profile, server: dict[str, Any]) -> None:
     """Append a profile to a file of records; `server` as of `record_run`."""
-    assert workload.profile
+    assert run.workload.profile
     write_record(
         out,
         bench="profile",
-        workload=workload.name,
-        **impl_and_case(backend, workload, server),
-        **workload.profile,
+        workload=run.workload.name,
+        **impl_and_case(run.backend, run.workload, server),
+        **run.workload.profile,
         span_ms=round(profile.span_ms, 3),
         busy_ms=round(profile.busy_ms, 3),
         kernels={name: [round(ms, 4), launches] for name, (ms, launches) in profile.kernels.items()},
@@ -263,26 +224,17 @@ COMPARED = ("steady_tok_s", "decode_tok_s", "output_tok_s")
 def runs_tables(runs: Iterable[Run], backends: Sequence[str]) -> Iterator[str]:
     """Yield a table for each workload with a row for each backend: the medians over its runs, and the throughput's
     ratio to the first stock backend's, while others wait or while all decode where that was measured."""
-    found: dict[str, dict[str, list[Timings]]] = {}
-    for run in runs:
-        found.setdefault(run.workload.title, {}).setdefault(run.backend, []).append(run.timings)
+    figures = pd.DataFrame([{"title": run.workload.title, "backend": run.backend, **vars(run.timings)} for run in runs])
     stock = next((name for name in backends if shlex.split(name)[0] != HYBRID), None)
     columns = COLUMNS | {f"tok/s vs {stock}": "{ratio:.2f}x"}
-    for title, by_backend in sorted(found.items()):
-        rows = {name: medians(by_backend[name]) for name in sorted(by_backend, key=backends.index)}
+    for title, of_workload in figures.groupby("title") if len(figures) else ():
+        by_backend = of_workload.drop(columns=["title", "sharing"]).groupby("backend")
+        medians = by_backend.median().astype(object).assign(runs=by_backend.size())
+        rows = {name: medians.loc[name].dropna().to_dict() for name in backends if name in medians.index}
         reference = rows.get(stock or "", {})
-        compared = next((name for name in COMPARED if reference.get(name)), COMPARED[-1])
+        compared = next((name for name in COMPARED if name in reference), COMPARED[-1])
         for name, row in rows.items():
-            row |= {"backend": name, "runs": len(by_backend[name])}
-            if row[compared] and reference:
+            row["backend"] = name
+            if compared in row and reference:
                 row["ratio"] = row[compared] / reference[compared]
         yield f"{title}: medians over runs\n{table(columns, list(rows.values()))}"
-
-
-def medians(measured: Sequence[Timings]) -> dict[str, Any]:
-    """Return the median of each figure over the runs that have it; None if none has."""
-    figures = {}
-    for name in (name for name in Timings.__dataclass_fields__ if name != "sharing"):
-        values = [value for timing in measured if (value := getattr(timing, name)) is not None]
-        figures[name] = median(values) if values else None
-    return figures

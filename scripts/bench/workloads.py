@@ -14,13 +14,15 @@ from a seed: lengths, token ids, and the order of the sessions. A file says
 
 A length is a number, `[smallest, largest]`, or `{"workload": "mmlu", "of": "prompt_tokens"}`, drawn from the quantiles
 of a published workload: DeepSeek-V3's, or those of another `model`; with `most`, longer ones are cut.
+
+`make_load` draws those of `bench_rank.py`: requests that share one prompt, all at once or so many at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,23 @@ FIELDS = {
     *("turns", "tool_tokens", "at_a_time", "stream_interval", "profile"),
 }
 NODE_FIELDS = {"tokens", "requests", "below"}
+
+DATASETS = ("mmlu", "gsm8k", "simpleqa")
+AGENTS = {"agents": "short histories", "long_agents": "long histories"}
+"""Kinds of agent sessions, and their cases of the workload `agent_sessions`."""
+KINDS = ("decode", "short", *AGENTS, *DATASETS)
+OWN_TOKENS = [350, 450]
+"""Fewest and most own tokens of a request of `decode`."""
+MOST_TOKENS = 2048
+"""Longest answers of a dataset, as in TyphoonMLA's figure 3."""
+DECODE_INTERVAL = 16
+"""Tokens of an answer of `decode` sent in one piece, so that HTTP does not set the pace. Of the others each is sent
+alone: what holds up one token must not be spread over several."""
+WARM_UP_TOKENS = 64
+"""Longest answers of a warm-up."""
+AGENTS_OF_WARM_UP = 2
+MOST_WARM_UP = 64
+"""Requests of `decode`'s warm-up: as many as expand the prompt and fill a prefill pass several times."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,8 @@ class Workload:
         at_a_time: sessions that run at a time; None sends all at once.
         stream_interval: tokens of an answer in one piece.
         profile: `after_s` and `steps` of a profile; None where there is to be none.
+        warm_up: sessions on the same shared prompts that are sent before and not measured, so that the server has
+            expanded the prompts and compiled all that it runs.
     """
 
     name: str
@@ -66,6 +87,18 @@ class Workload:
     at_a_time: int | None
     stream_interval: int
     profile: Mapping[str, Any] | None = None
+    warm_up: Sequence[list[Turn]] = ()
+
+    def bodies(self) -> list[list[dict[str, Any]]]:
+        """Return the bodies of `/generate` of each session's turns, without what came before them."""
+        return [
+            [{"input_ids": turn.ids, "sampling_params": self._sampling(turn.output_tokens)} for turn in session]
+            for session in self.sessions
+        ]
+
+    def _sampling(self, output_tokens: int) -> dict[str, Any]:
+        fixed = {"temperature": 0, "ignore_eos": True, "stream_interval": self.stream_interval}
+        return {"max_new_tokens": output_tokens, **fixed}
 
     @property
     def title(self) -> str:
@@ -104,6 +137,11 @@ class Workload:
             for turn in session:
                 everything.update(np.array([len(turn.ids), *turn.ids, turn.output_tokens], dtype="<i8").tobytes())
         return everything.hexdigest()[:12]
+
+
+def ordinary_tokens(tokenizer: Any) -> np.ndarray:
+    """Return the ids of a tokenizer that are no special tokens, `[tokens]`."""
+    return np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
 
 
 def read_workloads(name_or_path: str | Path, vocabulary: np.ndarray, seed: int) -> list[Workload]:
@@ -228,3 +266,53 @@ def published_lengths(
     drawn = np.interp(rng.uniform(0, 100, count), percents, list(quantiles.values()))
     lengths: list[int] = np.clip(drawn.round().astype(int), 1, most).tolist()
     return lengths
+
+
+def make_load(
+    kind: str,
+    prompt_tokens: int,
+    concurrency: int,
+    vocabulary: np.ndarray,
+    seed: int,
+    *,
+    answers: int,
+    output_tokens: int,
+) -> Workload:
+    """Draw a workload and its warm-up.
+
+    Args:
+        kind: `decode` sends all requests at once, agents all sessions; the others so many at a time, with the lengths
+            of the workload `short_answers` or of a dataset.
+        vocabulary: `[tokens]` the ids that texts are drawn from.
+        answers: of all but `decode`, as a multiple of `concurrency`; output_tokens: of each answer of `decode`.
+    """
+    decode, agents = kind == "decode", kind in AGENTS
+    measured = concurrency if decode or agents else answers * concurrency
+    # Those that take a free place are prefilled by themselves, which the first ones are not.
+    before = min(concurrency, MOST_WARM_UP) if decode else concurrency + -(-concurrency // 4)
+    before = AGENTS_OF_WARM_UP if agents else before
+    config = lengths_of(kind, output_tokens) | {
+        "name": f"{prompt_tokens:,} tokens, {concurrency} requests",
+        "tree": [{"tokens": prompt_tokens, "requests": before + measured}],
+        "at_a_time": concurrency,
+        "stream_interval": DECODE_INTERVAL if decode else 1,
+    }
+    whole = make_workload(kind, config, vocabulary, (seed, prompt_tokens, concurrency))
+    first, rest = whole.sessions[:before], whole.sessions[before:]
+    shorter = [[Turn(turn.ids, min(turn.output_tokens, WARM_UP_TOKENS)) for turn in session] for session in first]
+    return replace(whole, sessions=rest, warm_up=shorter)
+
+
+def lengths_of(kind: str, output_tokens: int) -> dict[str, Any]:
+    """Return the lengths of questions and answers; see `make_load`."""
+    if kind == "decode":
+        return {"own_tokens": OWN_TOKENS, "output_tokens": output_tokens}
+    if kind in AGENTS:
+        config = read_config("workloads", "agent_sessions")
+        (case,) = (case for case in config["cases"] if case["name"] == AGENTS[kind])
+        return {name: (config | case)[name] for name in ("own_tokens", "output_tokens", "turns", "tool_tokens")}
+    if kind == "short":
+        config = read_config("workloads", "short_answers")
+        return {name: config[name] for name in ("own_tokens", "output_tokens")}
+    answers = {"workload": kind, "of": "generated_tokens", "most": MOST_TOKENS}
+    return {"own_tokens": {"workload": kind, "of": "prompt_tokens"}, "output_tokens": answers}

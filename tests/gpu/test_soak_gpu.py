@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "soak.py"
 
 def test_a_soak_on_poisoned_memory(tmp_path: Path) -> None:
     out = tmp_path / "soak.jsonl"
-    flags = ["--minutes", "2", "--poison", "--out", str(out), "--log-folder", str(tmp_path)]
+    flags = ["--minutes", "2", "--poison", "--out", str(out)]
     subprocess.run([sys.executable, SCRIPT, *flags], check=True)
     record = json.loads(out.read_text())
     assert record["wrong"] == record["leaked_bytes"] == record["deaths"] == 0

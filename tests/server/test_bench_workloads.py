@@ -53,7 +53,7 @@ def measure(servers: ServerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Measure a server: `(server, backend, workloads) -> records`. Its client is a fork of what the servers are."""
 
     def run_script(arguments: Sequence[str], log: Path) -> int:
-        command = [sys.executable, "-m", "scripts.bench_client", *arguments]
+        command = [sys.executable, "-m", "scripts.bench.sglang_client", *arguments]
         with log.open("ab") as output:
             process = servers.popen(command, env=dict(os.environ), stdout=output, stderr=output)
         return process.wait(timeout=120)
@@ -71,7 +71,7 @@ def measure(servers: ServerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             file.write_text(json.dumps(TINY[name]))
             arguments += ["--workload", str(file)]
         done = CliRunner().invoke(app, [*arguments, "--out", str(out), "--log-folder", str(tmp_path)])
-        assert done.exit_code == 0, f"{done.output}\n{(tmp_path / 'client.log').read_text()[-3000:]}"
+        assert done.exit_code == 0, f"{done.output}\n{(tmp_path / 'running.client.log').read_text()[-3000:]}"
         return read_records(out)
 
     return run

@@ -6,9 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
+from bench.attacks import Attack, Attacks, Verdicts, verdicts
 from bench.generate import StockAnswers
-from bench.hostile_attacks import Attack, Attacks
-from bench.hostile_run import Verdicts, verdicts
 from conftest import Reference, Server
 
 ATTACKS = Attacks(np.arange(10, 4096), cache_tokens=16384, longest=1024, scale=0.04)

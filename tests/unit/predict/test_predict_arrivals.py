@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from bench import rank_predictions
+from bench import predictions
 from bench.records import RESULTS
 from demo_model.rank import K3_MLA, Rank, rank_config
 from typer.testing import CliRunner
@@ -74,7 +74,7 @@ def test_short_answers_against_measured_servers():
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
     assert len(found) >= 39
     for record in found:
-        served, alone = rank_predictions.served(record), record["case"].get("of") == K3_MLA
+        served, alone = predictions.served(record), record["case"].get("of") == K3_MLA
         rate, first = served.tokens_per_s / record["steady_tok_s"], served.first_token_s * 1e3 / record["ttft_ms"]
         between = served.between_s * 1e3 / record["itl_ms"]
         long, of_all_heads = record["case"]["prefix"] > 20000, record["case"]["rank"] == "dp8"
@@ -87,7 +87,7 @@ def test_short_answers_against_measured_servers():
             assert least < slower * rate and rate < 1.25, (rate, record)
             assert soonest < first < slower * last, (first, record)
         elif not alone:
-            partly = long and (of_all_heads or rank_predictions.named_memory(record) is None)
+            partly = long and (of_all_heads or predictions.named_memory(record) is None)
             least, longest = (0.9, 1.25) if partly else (1.0, 1.1)
             assert least < slower * rate and rate < 1.31 and 0.35 < first < 1.1, (rate, first, record)
             assert 0.8 < between < slower * longest, (between, record)
@@ -102,7 +102,7 @@ def test_short_answers_with_prefill_in_graphs_against_measured_servers():
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
     assert len(found) >= 12 and any(record["case"].get("drafts") for record in found)
     for record in found:
-        served = rank_predictions.served(record)
+        served = predictions.served(record)
         drafts, long = bool(record["case"].get("drafts")), record["case"]["prefix"] > 20000
         within = 0.18 if drafts and long else 0.15
         assert served.tokens_per_s == pytest.approx(record["steady_tok_s"], rel=within), record["case"]
@@ -125,7 +125,7 @@ def test_steps_of_ranks_against_measured_servers():
         both = record, stock[case(record)]
         least, within = (0.78, 0.13) if record["case"]["layers"] == 16 else (0.8, 0.06)
         said, measured = (
-            [rank_predictions.step(each).seconds * 1e3 for each in both],
+            [predictions.step(each).seconds * 1e3 for each in both],
             [each["decode_itl_ms"] for each in both],
         )
         assert least < said[0] / measured[0] < 1.03, record["case"]
@@ -138,7 +138,7 @@ def test_short_answers_of_whole_ranks_against_measured_servers():
     found = [record for record in records if record["bench"] == "short" and record["case"]["layers"] == 61]
     assert {record["impl"] for record in found} == {"hybrid_mla", "sglang_fa3"}
     for record in found:
-        served = rank_predictions.served(record)
+        served = predictions.served(record)
         assert 0.95 < served.tokens_per_s / record["steady_tok_s"] < 1.1
         assert 0.6 < served.first_token_s * 1e3 / record["ttft_ms"] < 1.2
 

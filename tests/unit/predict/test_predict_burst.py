@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import geometric_mean
 
 import pytest
-from bench import rank_predictions
+from bench import predictions
 from bench.records import RESULTS
 from demo_model.rank import K3_MLA, Rank, rank_config
 
@@ -28,7 +28,7 @@ def test_against_measured_servers() -> None:
         kept = case["requests"] == 64 and "memory-gb 13.5" in case.get("flags", "")
         if record["bench"] == "decode" and not record.get("excluded") and case.get("of") != K3_MLA and not kept:
             faster = 1.18 if case.get("deep_gemm") else 1.0
-            said.append(rank_predictions.last_first_token(record) / faster / record["ttft_last_ms"] * 1e3)
+            said.append(predictions.last_first_token(record) / faster / record["ttft_last_ms"] * 1e3)
     least, second, *_, last_but_one, most = sorted(said)
     assert len(said) > 60 and least > 0.55 and second > 0.6 and last_but_one < 1.5 and most < 1.55
     assert geometric_mean(said) == pytest.approx(1, abs=0.1)

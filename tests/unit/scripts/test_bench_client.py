@@ -8,9 +8,9 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any
 
-import bench_client
 import orjson
 import pytest
+from bench import sglang_client
 from sglang.benchmark import serving
 
 
@@ -21,27 +21,23 @@ def turn(*ids: int, output: int = 2) -> dict[str, Any]:
 @pytest.mark.parametrize(("text", "tokens", "expected"), [("", 3, " "), ("", 0, ""), ("a", 3, "a")])
 def test_tokens_without_text_are_tokens(text: str, tokens: int, expected: str) -> None:
     """Half a character is no text yet, but it is a token; the piece that only ends an answer is none."""
-    piece = bench_client.EveryPiece.loads(orjson.dumps({"text": text, "meta_info": {"completion_tokens": tokens}}))
+    piece = sglang_client.EveryPiece.loads(orjson.dumps({"text": text, "meta_info": {"completion_tokens": tokens}}))
     assert piece["text"] == expected
 
 
 def test_pieces_of_errors_are_left_alone() -> None:
-    assert bench_client.EveryPiece.loads(b'{"error": {"message": "no"}}') == {"error": {"message": "no"}}
+    assert sglang_client.EveryPiece.loads(b'{"error": {"message": "no"}}') == {"error": {"message": "no"}}
 
 
-def test_a_file_of_requests_and_one_of_sessions(tmp_path: Any) -> None:
-    """SGLang's client takes a list of token ids for one request, and our turns for several."""
-    rows = {}
-    for name, line in (("one", turn(1, 2, 3, output=5)), ("many", {"turns": [turn(1, 2), turn(3, output=4)]})):
-        file = tmp_path / name
-        file.write_text(json.dumps(line) + "\n")
-        (rows[name],) = bench_client.TokenIdDataset.from_args(Namespace(dataset_path=str(file))).load(None)
-    one, many = rows["one"], rows["many"]
-    assert (one.prompt, one.prompt_len, one.output_len) == ([1, 2, 3], 3, 5)
-    assert one.extra_request_body["sampling_params"]["ignore_eos"]
-    assert serving._normalize_round_messages(one.prompt[0]) is None
-    assert (many.prompt_len, many.output_len) == (3, 6)
-    assert all(serving._normalize_round_messages(of_turn) for of_turn in many.prompt)
+def test_a_file_of_sessions(tmp_path: Any) -> None:
+    """SGLang's client takes our turns for several, where there is one, too."""
+    file = tmp_path / "sessions.jsonl"
+    sessions = [[turn(1, 2, 3, output=5)], [turn(1, 2), turn(3, output=4)]]
+    file.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in sessions))
+    one, many = sglang_client.Sessions.from_args(Namespace(dataset_path=str(file))).load(None)
+    assert (one.prompt_len, one.output_len) == (3, 5) and (many.prompt_len, many.output_len) == (3, 6)
+    assert one.prompt[0][0]["content"]["sampling_params"]["ignore_eos"]
+    assert all(serving._normalize_round_messages(of_turn) for row in (one, many) for of_turn in row.prompt)
 
 
 @dataclass
@@ -79,15 +75,15 @@ class Endpoint:
         for end in range(1, count + 1 - self._loses):
             await asyncio.sleep(0)  # other sessions' pieces come between
             piece = {"text": "", "output_ids": ids[:end], "meta_info": {"completion_tokens": end}}
-            bench_client.EveryPiece.loads(orjson.dumps(piece))
+            sglang_client.EveryPiece.loads(orjson.dumps(piece))
         return Output(output_len=count)
 
 
 def send(endpoint: Endpoint, *sessions: list[dict[str, Any]]) -> list[list[Output]]:
-    one = bench_client.in_sessions(endpoint, "sglang")
+    one = sglang_client.in_sessions(endpoint, "sglang")
 
     async def all_of_them() -> list[list[Output]]:
-        rows = [bench_client.session(turns).prompt for turns in sessions]
+        rows = [sglang_client.session(turns).prompt for turns in sessions]
         return list(await asyncio.gather(*(asyncio.create_task(one(Input(row))) for row in rows)))
 
     return asyncio.run(all_of_them())
@@ -116,8 +112,3 @@ def test_an_answer_whose_ids_are_not_all_known_has_failed() -> None:
     """As from a server that sends only what is new (--incremental-streaming-output)."""
     (outputs,) = send(Endpoint(loses=1), [turn(1), turn(2)])
     assert [(output.success, output.error) for output in outputs] == [(False, "1 token ids in an answer of 2")]
-
-
-def test_a_request_of_its_own_keeps_no_answer() -> None:
-    bench_client.EveryPiece.loads(b'{"output_ids": [1], "meta_info": {}}')
-    assert bench_client.ANSWER.get() is None

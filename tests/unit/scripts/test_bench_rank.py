@@ -8,6 +8,7 @@ import json
 import time
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,13 @@ import make_demo_model
 import numpy as np
 import pytest
 import typer
-from bench import beside, rank_loads, server
+from bench import beside, server
 from bench.beside import in_turns
 from bench.client import ClientFailedError
-from bench.rank_loads import KINDS, make_load
 from bench.records import read_records
 from bench.server import ServerFailedError, Started
 from bench.workload_runs import Timings
-from bench.workloads import Workload
+from bench.workloads import KINDS, Workload, make_load
 from demo import MODEL
 from demo_model.rank import DIVIDED, K3, K3_MLA, OF_K3, Rank, make_rank, rank_config
 from sglang.srt.configs.kimi_linear import KimiLinearConfig
@@ -117,9 +117,13 @@ def test_the_command_writes_a_rank(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [str(tmp_path / "rank"), "--rank", "tp9"]).exit_code == 2
 
 
-def load(kind: str, concurrency: int = 8, **options: Any) -> rank_loads.Load:
+def load(kind: str, concurrency: int = 8, **options: Any) -> Workload:
     sizes = {"answers": 6, "output_tokens": 32} | options
     return make_load(kind, 100, concurrency, VOCABULARY, 0, **sizes)
+
+
+def warm_up(workload: Workload) -> Workload:
+    return replace(workload, sessions=workload.warm_up)
 
 
 def own(workload: Workload) -> list[int]:
@@ -133,34 +137,33 @@ def answers(workload: Workload) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_warm_up_shares_the_prompt_and_nothing_else(kind: str) -> None:
     one = load(kind)
-    (prompt,) = one.workload.cached
-    sent = [turns[0].ids for half in (one.warm_up, one.workload) for turns in half.sessions]
+    (prompt,) = one.cached
+    sent = [turns[0].ids for turns in (*one.warm_up, *one.sessions)]
     assert len(prompt) == 100 and all(ids[:100] == prompt for ids in sent)
     assert len({tuple(ids) for ids in sent}) == len(sent)
-    assert max(answers(one.warm_up)) <= 64
-    assert one.workload.digest == load(kind).workload.digest
+    assert max(answers(warm_up(one))) <= 64
+    assert one.digest == load(kind).digest
 
 
 def test_decode_sends_all_at_once() -> None:
     one = load("decode")
-    assert one.workload.all_at_once and one.warm_up.all_at_once and one.workload.stream_interval == 16
-    assert load("decode", 100).warm_up.requests == 64
-    assert {*answers(one.workload)} == {32} and 350 <= min(own(one.workload)) <= max(own(one.workload)) <= 450
+    assert one.all_at_once and warm_up(one).all_at_once and one.stream_interval == 16
+    assert warm_up(load("decode", 100)).requests == 64
+    assert {*answers(one)} == {32} and 350 <= min(own(one)) <= max(own(one)) <= 450
 
 
 def test_short_has_answers_that_others_wait_for() -> None:
     one = load("short", 128)
-    assert (one.workload.requests, one.workload.concurrency, one.workload.stream_interval) == (768, 128, 1)
-    assert not one.warm_up.all_at_once and one.warm_up.requests == 160
-    assert 60 <= min(own(one.workload)) < 70 < 290 < max(own(one.workload)) <= 300
-    assert np.mean(answers(one.workload)) == pytest.approx(112, rel=0.05)
-    assert load("short", answers=3, stream_interval=4).workload.requests == 24
-    assert load("short", stream_interval=4).workload.stream_interval == 4
+    assert (one.requests, one.concurrency, one.stream_interval) == (768, 128, 1)
+    assert not warm_up(one).all_at_once and warm_up(one).requests == 160
+    assert 60 <= min(own(one)) < 70 < 290 < max(own(one)) <= 300
+    assert np.mean(answers(one)) == pytest.approx(112, rel=0.05)
+    assert load("short", answers=3).requests == 24
 
 
 @pytest.mark.parametrize(("kind", "mean"), [("mmlu", 248), ("gsm8k", 314), ("simpleqa", 111)])
 def test_datasets_answers(kind: str, mean: float) -> None:
-    assert np.mean(answers(load(kind, 256).workload)) == pytest.approx(mean, rel=0.15)
+    assert np.mean(answers(load(kind, 256))) == pytest.approx(mean, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,8 @@ class Servers:
         if name == "ill":
             raise ServerFailedError("no memory")
 
-    def run(self, url: str, workload: Workload, *others: Any, warm_up: Workload) -> Timings:
+    def run(self, url: str, workload: Workload, *others: Any) -> Timings:
+        assert workload.warm_up
         name = url.removeprefix("http://")
         if name == "bad":
             raise ClientFailedError("not all answered")
@@ -218,8 +222,8 @@ def servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Servers:
     found = Servers(tmp_path)
     monkeypatch.setattr(beside, "started_server", found.start)
     monkeypatch.setattr(server, "wait_until_ready", found.wait)
-    monkeypatch.setattr(bench_rank, "run_workload", found.run)
-    monkeypatch.setattr(bench_rank, "server_case", lambda url, dims: {"heads": dims.num_heads})
+    monkeypatch.setattr(beside, "run_workload", found.run)
+    monkeypatch.setattr(beside, "server_case", lambda url, dims: {"heads": dims.num_heads})
     return found
 
 

@@ -60,7 +60,7 @@ def test_no_steady_rate_where_nobody_waits_or_all_is_over_at_once():
 
 
 def test_shared_prompts_are_sent_at_once_each_with_a_question_of_its_own():
-    drawn = shared_prompts({"mine": [1, 2, 3]}, ["7"], [2, 4], "mmlu", 16, np.arange(9), np.random.default_rng(0))
+    drawn = shared_prompts({"mine": [1, 2, 3]}, ["7"], [2, 4], 16, np.arange(9), np.random.default_rng(0))
     assert [(one.title, one.requests, one.longest_prefix) for one in drawn] == [
         *(("serving mine", 2, 3), ("serving mine", 4, 3), ("serving 7", 2, 7), ("serving 7", 4, 7)),
     ]
@@ -69,7 +69,7 @@ def test_shared_prompts_are_sent_at_once_each_with_a_question_of_its_own():
         assert all(turn.ids[: len(one.cached[0])] == one.cached[0] for (turn,) in one.sessions)
         assert len({tuple(turn.ids) for (turn,) in one.sessions}) == one.requests
     published = read_config("workloads", "system_prompts")["tokens"]
-    known = shared_prompts({}, None, [1], "mmlu", 16, np.arange(9), np.random.default_rng(0))
+    known = shared_prompts({}, None, [1], 16, np.arange(9), np.random.default_rng(0))
     assert {one.case: one.longest_prefix for one in known} == published
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -25,7 +25,6 @@ BESIDE_OPERANDS = 2048  # bytes of a CTA's shared memory for barriers and for th
 WRONG = dict(
     bytes_per_s=1.0, macs_per_s=1.0, fp8_macs_per_s=None, overhead_s=1.0, overhead_per_root_row_s=1.0, row_tile=64
 )
-OVERHEAD_S = 26e-6
 
 
 @pytest.fixture(scope="module")
@@ -36,30 +35,24 @@ def calibration() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def tile_choice() -> ModuleType:
-    return pytest.importorskip("bench.tile_choice")
+    return pytest.importorskip("bench.calibration")
 
 
 @pytest.fixture(scope="module")
-def planner_grid() -> ModuleType:
-    return pytest.importorskip("bench.planner_grid")
+def planner_checks() -> ModuleType:
+    return pytest.importorskip("bench.planner_checks")
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
 
 
 def samples_of(calibration: ModuleType, mode: Mode, rates: GpuRates, noise: tuple[float, ...] = (1.0,)) -> list:
-    """Times that a GPU with these rates takes, one for each factor in `noise`; launches take OVERHEAD_S."""
-    launches = dict(overhead_s=OVERHEAD_S, overhead_per_root_row_s=0.0)
-    rates = replace(rates, modes={**rates.modes, mode: replace(rates.modes[mode], **launches)})
+    """Times that a GPU with these rates takes, launches left out; one for each factor in `noise`."""
     cases = [("memory", 128, 64, 26472, "bf16"), ("matrix", 128, 512, 26472, "bf16"), ("matrix", 128, 512, 7069, "fp8")]
-    cases += [("launches", 16, 64, 1024, "bf16"), ("launches", 128, 16, 1024, "fp8")]
     samples = []
     for bound, heads, rows, tokens, dtype in cases:
         size = 1 if dtype == "fp8" else 2
-        cost = CostModel(V3, heads, rates, size, size)
-        seconds = cost.seconds(mode, rows, tokens)
-        if bound != "launches":  # the kernel alone
-            seconds -= OVERHEAD_S
+        seconds = CostModel(V3, heads, rates, size, size).work_seconds(mode, rows, tokens)
         samples += [calibration.Sample(bound, heads, rows, tokens, dtype, seconds * factor) for factor in noise]
     return samples
 
@@ -71,27 +64,8 @@ def test_fit_finds_the_rates_of_a_gpu(calibration, noise):
     found = calibration.fit(Mode.NAIVE, samples_of(calibration, Mode.NAIVE, h200, noise), WRONG | {"tiles": {}})
     for name in ("bytes_per_s", "macs_per_s", "fp8_macs_per_s"):
         assert found[name] == pytest.approx(getattr(expected, name), rel=0.01), name
-    assert found["overhead_s"] == pytest.approx(OVERHEAD_S, rel=0.1)
-    assert found["overhead_per_root_row_s"] == 0  # it is fitted to choices alone
+    assert found["overhead_s"] == found["overhead_per_root_row_s"] == 1.0  # they are fitted to choices alone
     assert (found["row_tile"], found["tiles"]) == (64, {})
-
-
-def test_fit_finds_what_a_segment_costs_beyond_its_partials(calibration):
-    rates = replace(GpuRates.from_json("h200").modes[Mode.NAIVE], segment_s=4e-6)
-    model = CostModel(V3, 128, GpuRates("", 0, {Mode.ABSORB: rates, Mode.NAIVE: rates}, ""))
-    samples = [
-        calibration.Sample("segments", 128, rows, 26472, "bf16", model.segment_seconds(Mode.NAIVE, rows) * noise)
-        for rows in (32, 128)
-        for noise in (0.99, 1, 1.01)
-    ]
-    values = asdict(rates) | {"segment_s": 9.0}
-    found = calibration.fit(Mode.NAIVE, samples, values)
-    assert found["segment_s"] == pytest.approx(4e-6, rel=0.05)
-    assert calibration.predicted(samples[1], Mode.NAIVE, found) == pytest.approx(samples[1].seconds, rel=0.05)
-    assert calibration.fit(Mode.NAIVE, [], values)["segment_s"] == 9.0
-    assert {name: found[name] for name in ("bytes_per_s", "overhead_s")} == {
-        name: values[name] for name in ("bytes_per_s", "overhead_s")
-    }
 
 
 def test_fit_keeps_what_was_not_measured(calibration):
@@ -100,12 +74,6 @@ def test_fit_keeps_what_was_not_measured(calibration):
     memory = calibration.Sample("memory", 16, 128, 8192, "bf16", 1e-3)
     found = calibration.fit(Mode.ABSORB, [memory], before)
     assert found == before | {"bytes_per_s": pytest.approx(128 * 8192 * 1152 / 1e-3, rel=0.01)}
-
-
-def test_overhead_is_never_negative(calibration):
-    rates = WRONG | dict(bytes_per_s=1e12, macs_per_s=1e12)
-    found = calibration.fit(Mode.NAIVE, [calibration.Sample("launches", 16, 16, 1024, "bf16", 1e-9)], rates)
-    assert found["overhead_s"] == 0
 
 
 def test_absorb_reads_private_pages_once_a_request(calibration):
@@ -238,14 +206,14 @@ def test_tiles_must_agree_with_the_first(tile_choice, monkeypatch):
     assert len(expected) == 1
 
 
-def test_candidates_fit_a_multiprocessor(tile_choice, planner_grid):
+def test_candidates_fit_a_multiprocessor(tile_choice, planner_checks):
     from sglang_mla_ext.kernels.naive.sm90_naive import TILES
     from sglang_mla_ext.kernels.naive.tiles import LARGEST_TILE
     from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 
     for dtype, buckets in tile_choice.CANDIDATES.items():
-        size = planner_grid.DTYPES[dtype].itemsize
-        for candidates, default in zip(buckets, TILES[planner_grid.DTYPES[dtype]], strict=True):
+        size = planner_checks.DTYPES[dtype].itemsize
+        for candidates, default in zip(buckets, TILES[planner_checks.DTYPES[dtype]], strict=True):
             assert candidates[0] == default
             assert len(set(candidates)) == len(candidates)
             for tile in candidates:
@@ -259,15 +227,15 @@ def test_candidates_fit_a_multiprocessor(tile_choice, planner_grid):
         assert all(tile.block_rows == 64 for tile in buckets[0])
 
 
-def test_tiles_by_rows(tile_choice, planner_grid):
+def test_tiles_by_rows(tile_choice, planner_checks):
     rates = GpuRates.from_json("h200")
-    tiles = planner_grid.tiles_of(rates)
+    tiles = planner_checks.tiles_of(rates)
     for dtype, of_rows in (("bf16", [64, 128, 192, 128, 128]), ("fp8", [64, 128, 64, 128, 128])):
-        assert [planner_grid.tile_of(tiles, dtype, rows).block_rows for rows in (64, 65, 192, 256, 512)] == of_rows
-    assert planner_grid.tile_of(planner_grid.tiles_of(GpuRates.from_json("a100")), "bf16", 64) is None
+        assert [planner_checks.tile_of(tiles, dtype, rows).block_rows for rows in (64, 65, 192, 256, 512)] == of_rows
+    assert planner_checks.tile_of(planner_checks.tiles_of(GpuRates.from_json("a100")), "bf16", 64) is None
     small, large = tile_choice.Tile(block_keys=64), tile_choice.Tile(block_keys=128)
-    assert planner_grid.tile_of({"bf16": [small, large]}, "bf16", 64) == small
-    assert planner_grid.tile_of({"bf16": [small, large]}, "bf16", 512) == large
+    assert planner_checks.tile_of({"bf16": [small, large]}, "bf16", 64) == small
+    assert planner_checks.tile_of({"bf16": [small, large]}, "bf16", 512) == large
 
 
 def test_a_configuration_without_tiles_has_none():

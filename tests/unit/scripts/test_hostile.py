@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bench.hostile_attacks import MARKERS, SALT_MARKER, Attacks, traces
-from bench.hostile_run import _lists_of_numbers
+from bench.attacks import MARKERS, SALT_MARKER, Attacks, _lists_of_numbers, traces
 
 VOCABULARY = np.arange(10, 500)
 

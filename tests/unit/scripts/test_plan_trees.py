@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from bench import plan_trees
+from bench import planner_verdicts as plan_trees
 
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.segment import Mode
@@ -28,7 +28,7 @@ def test_every_assignment_shares_from_the_top() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("heads", plan_trees.HEADS)
+@pytest.mark.parametrize("heads", plan_trees.TREE_HEADS)
 @pytest.mark.parametrize("tree", plan_trees.TREES, ids=lambda tree: tree.name)
 def test_the_planner_chooses_what_is_timed(tree: plan_trees.Tree, heads: int, dtype: str) -> None:
     timed = {plan_trees.name_of(modes) for modes in plan_trees.assignments(tree, heads)}

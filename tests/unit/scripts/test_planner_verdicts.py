@@ -22,13 +22,14 @@ V3 = ModelDims.from_json("deepseek-v3")
 
 
 @pytest.fixture(scope="module")
-def planner_grid() -> ModuleType:
+def planner_checks() -> ModuleType:
     """Imported here: it imports Triton (see conftest)."""
-    return pytest.importorskip("bench.planner_grid")
+    return pytest.importorskip("bench.planner_checks")
 
 
 def verdict(absorb: float, naive: float, chosen: Mode, rows: int = 64) -> Verdict:
-    return Verdict(16, 1024, rows, "fp8", {Mode.ABSORB: absorb, Mode.NAIVE: naive}, chosen)
+    case = dict(heads=16, prefix=1024, batch=rows, dtype="fp8")
+    return Verdict(case, {"absorb": absorb, "naive": naive}, chosen.value)
 
 
 def record(absorb: float, naive: float | None, batch: int = 64, **more: str) -> dict:
@@ -38,7 +39,7 @@ def record(absorb: float, naive: float | None, batch: int = 64, **more: str) -> 
 
 def test_loss_is_relative_to_the_fastest_mode():
     bad = verdict(0.2, 0.25, Mode.NAIVE)
-    assert (bad.best, bad.loss) == (Mode.ABSORB, pytest.approx(0.25))
+    assert (bad.best, bad.loss) == ("absorb", pytest.approx(0.25))
     assert verdict(0.2, 0.25, Mode.ABSORB).loss == 0
 
 
@@ -66,9 +67,9 @@ def test_the_newest_record_of_a_case_is_judged_among_the_modes_it_has():
     rates = GpuRates.from_json("h200")
     old, new = record(9.0, 1.0, date="2026-01-01"), record(2.0, 1.0, date="2026-01-02")
     alone = record(1.0, None, batch=512)
-    second, first = sorted(verdicts([new, alone, old], rates), key=lambda found: -found.batch)
-    assert (first.ms, first.chosen, first.loss) == ({Mode.ABSORB: 2.0, Mode.NAIVE: 1.0}, Mode.NAIVE, 0)
-    assert (second.batch, second.chosen) == (512, Mode.ABSORB)
+    second, first = sorted(verdicts([new, alone, old], rates), key=lambda found: -found.case["batch"])
+    assert (first.ms, first.chosen, first.loss) == ({"absorb": 2.0, "naive": 1.0}, "naive", 0)
+    assert (second.case["batch"], second.chosen) == (512, "absorb")
 
 
 def measured_by(rates: GpuRates) -> list[dict]:
@@ -122,9 +123,7 @@ def test_refit_writes_the_overheads_and_their_source(tmp_path, capsys):
     """From the records of this GPU alone, and again without a change."""
     out, records = tmp_path / "h200.json", tmp_path / "planner.jsonl"
     config = read_config("gpus", "h200")
-    config["source"] = (
-        "absorb: x; overhead: its own. By hand. naive: kernels/a.py; overhead: what 1,024 tokens take, merge included."
-    )
+    config["source"] = "absorb: x. By hand. naive: kernels/a.py."
     out.write_text(rates_file.to_json(config))
     true = with_overheads(grouped_absorb=(0.0, 0.3), naive=(30.0, 0.2))
     for of_case in measured_by(true):
@@ -141,7 +140,8 @@ def test_refit_writes_the_overheads_and_their_source(tmp_path, capsys):
         assert "40 of 40 cases within 5%" in capsys.readouterr().out
     for mode in Mode:
         of_mode, before = found["modes"][mode.value], config["modes"][mode.value]
-        assert of_mode | rates_file.overheads(GpuRates.from_json("h200").modes[mode]) == before, mode
+        kept = [name for name in before if not name.startswith("overhead")]
+        assert {name: of_mode[name] for name in kept} == {name: before[name] for name in kept}, mode
 
 
 def run_calibrate(*arguments: object) -> None:
@@ -156,7 +156,7 @@ def run_calibrate(*arguments: object) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_check_of_a_gpu_that_is_as_the_model_says(planner_grid, monkeypatch, tmp_path):
+def test_check_of_a_gpu_that_is_as_the_model_says(planner_checks, monkeypatch, tmp_path):
     """Every mode's time is the model's, but for one case that naive cannot run: nothing loses, the check is partial."""
     rates = GpuRates.from_json("h200")
     made = []
@@ -166,16 +166,16 @@ def test_check_of_a_gpu_that_is_as_the_model_says(planner_grid, monkeypatch, tmp
             made.append((mode, dtype, tile.block_rows))
             if mode is Mode.NAIVE and (case.heads, case.prefix, case.batch, dtype) == (16, 1024, 2, "fp8"):
                 raise RuntimeError("no room")
-            size = planner_grid.DTYPES[dtype].itemsize
+            size = planner_checks.DTYPES[dtype].itemsize
             cost = CostModel(V3, case.heads, rates, expanded_element_bytes=size)
             return cost.seconds(mode, case.batch, case.prefix) * 1e3
 
         return make
 
-    monkeypatch.setattr(planner_grid, "CHECKED", {mode: modelled(mode) for mode in (Mode.ABSORB, Mode.NAIVE)})
-    monkeypatch.setattr(planner_grid, "measure", lambda ms, rep_ms, work: {"ms": ms})
+    monkeypatch.setattr(planner_checks, "CHECKED", {mode: modelled(mode) for mode in (Mode.ABSORB, Mode.NAIVE)})
+    monkeypatch.setattr(planner_checks, "measure", lambda ms, rep_ms, work: {"ms": ms})
     path = tmp_path / "planner.jsonl"
-    found, complete = planner_grid.check(rates, 20, path)
+    found, complete = planner_checks.check(rates, 20, path)
     assert not complete
     records = read_records(path)
     assert [{name: of_case[name] for name in ("case", "ms")} for of_case in records] == found
@@ -188,4 +188,4 @@ def test_check_of_a_gpu_that_is_as_the_model_says(planner_grid, monkeypatch, tmp
 
     judged = verdicts(records, rates)
     assert summary(judged).startswith("216 of 216 cases within 5%; the worst loses 0.0%")
-    assert {of_case.chosen for of_case in judged} == {Mode.ABSORB, Mode.NAIVE}
+    assert {of_case.chosen for of_case in judged} == {"absorb", "naive"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.generate import BF16, FP32, Answer, Tolerance, Verdict, judge
 from bench.records import read_records, write_record
-from bench.soak_judge import BF16, FP32, Answer, Tolerance, Verdict, judge
 from bench.soak_run import Outcome
 from bench.soak_traffic import PENALTIES, SHAPES, Action, Limits, Request, Traffic
 from bench.tables import rows_of, specs

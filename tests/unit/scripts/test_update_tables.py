@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from bench.rank_predictions import storage, tokens_per_s
+from bench.predictions import storage, tokens_per_s
 from bench.records import newest_by, read_records, write_record
 from bench.tables import CELLS, made_with, specs
 from lab.accuracy.tables import goal_verdict

@@ -17,7 +17,7 @@ from bench import beside, client, server, workload_runs
 from bench.client import ClientFailedError
 from bench.records import read_records
 from bench.server import ServerFailedError, Started
-from bench.workload_runs import Run, Timings, client_lines, record_run, run_workload, runs_tables, timings
+from bench.workload_runs import Run, Timings, record_run, run_workload, runs_tables, timings
 from bench.workloads import Workload, make_workload
 from demo import MODEL
 from typer.testing import CliRunner
@@ -62,15 +62,15 @@ def test_answers_of_one_token_have_no_gaps() -> None:
 
 def test_what_the_client_is_given() -> None:
     single, several = workload(stream_interval=4), workload(turns=3, tool_tokens=2)
-    assert [line["input_ids"] for line in client_lines(single)] == [session[0].ids for session in single.sessions]
-    assert client_lines(single)[0]["sampling_params"] == {
+    assert single.bodies()[0][0]["sampling_params"] == {
         "temperature": 0,
         "max_new_tokens": 3,
         "ignore_eos": True,
         "stream_interval": 4,
     }
-    for line, session in zip(client_lines(several), several.sessions, strict=True):
-        assert [turn["input_ids"] for turn in line["turns"]] == [turn.ids for turn in session]
+    for one in (single, several):
+        for bodies, session in zip(one.bodies(), one.sessions, strict=True):
+            assert [turn["input_ids"] for turn in bodies] == [turn.ids for turn in session]
 
 
 class Server:
@@ -97,9 +97,9 @@ def test_the_cache_holds_the_shared_prompts_and_nothing_else(monkeypatch: pytest
     server = Server(monkeypatch)
     tree = [{"tokens": 5, "requests": 2, "below": [{"tokens": 3, "requests": 1}]}, {"requests": 1}]
 
-    def run(url: str, lines: Any, **options: Any) -> dict[str, Any]:
-        server.log.append(options["at_a_time"])
-        assert (options["requests"], options["output_tokens"]) == (4, 12)
+    def run(url: str, sent: Workload, *others: Any) -> dict[str, Any]:
+        server.log.append(sent.at_a_time)
+        assert (sent.requests, sent.output_tokens) == (4, 12)
         return details([0.1] * 4, [[0.01, 0.01]] * 4)
 
     monkeypatch.setattr(workload_runs, "run_client", run)
@@ -114,14 +114,13 @@ def test_a_warm_up_is_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """It meets the shared prompt in the cache, which is not emptied behind it."""
     server = Server(monkeypatch)
 
-    def run(url: str, lines: Any, **options: Any) -> dict[str, Any]:
-        server.log.append(options["requests"])
+    def run(url: str, sent: Workload, *others: Any) -> dict[str, Any]:
+        server.log.append(sent.requests)
         return details([0.1] * 4, [[0.01, 0.01]] * 4)
 
     monkeypatch.setattr(workload_runs, "run_client", run)
     asked = workload()
-    before = replace(asked, sessions=asked.sessions[:2])
-    found = run_workload("http://host", asked, 0, tmp_path / "log", warm_up=before)
+    found = run_workload("http://host", replace(asked, warm_up=asked.sessions[:2]), 0, tmp_path / "log")
     assert server.log == [("flush_cache", None), ("generate", asked.cached[0]), 2, "info", 4, "info"]
     assert found.output_tok_s == 4 * 3 / 2.0
 
@@ -134,21 +133,15 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dic
         def run_script(arguments: list[str], log: Path) -> int:
             flags = dict(zip(arguments[3::2], arguments[4::2], strict=True))
             assert flags.get("--max-concurrency") == options.get("expected")
-            assert [json.loads(line) for line in Path(arguments[0]).read_text().splitlines()] == [{"a": 1}, {"a": 2}]
+            lines = Path(arguments[0]).read_text().splitlines()
+            assert [json.loads(line)["turns"] for line in lines] == asked.bodies()
             if result is not None:
                 Path(flags["--output-file"]).write_text(json.dumps(result))
             return status
 
         monkeypatch.setattr(client, "run_script", run_script)
-        return client.run_client(
-            "http://host",
-            [{"a": 1}, {"a": 2}],
-            requests=2,
-            output_tokens=6,
-            log=tmp_path / "log",
-            at_a_time=options.get("at_a_time"),
-            seed=0,
-        )
+        asked = workload(tree=[{"tokens": 5, "requests": 2}], at_a_time=options.get("at_a_time"))
+        return client.run_client("http://host", asked, 0, tmp_path / "log")
 
     return run
 
@@ -290,7 +283,7 @@ def test_a_backend_that_fails_does_not_end_the_others(
 
     monkeypatch.setattr(beside, "started_server", started)
     monkeypatch.setattr(server, "wait_until_ready", wait)
-    monkeypatch.setattr(bench_serving, "run_workload", run)
+    monkeypatch.setattr(beside, "run_workload", run)
     backends = [word for name in ("bad", "good", "ill") for word in ("--backend", name)]
     found = invoke("--workload", "burst", "--runs", "2", *backends, *flags, "--log-folder", str(tmp_path))
     assert found.exit_code == 1 and found.output.count("run 2") == 2

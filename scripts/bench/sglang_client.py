@@ -1,22 +1,21 @@
-"""SGLang's own serving benchmark, with prompts that are token ids read from a file.
+"""SGLang's own serving benchmark, with sessions of token ids that are read from a file: what `client.run_client` runs.
 
 Its `generated-shared-prefix` data set sends text, so that the server's tokenizer, not the GPU, sets the time to the
-first token. Here each line of the file is `{"input_ids": [...], "sampling_params": {...}}`; all else is SGLang's.
+first token. Here each line of the file is a session of one turn or several, `{"turns": [{"input_ids": [...],
+"sampling_params": {...}}, ...]}`; all else is SGLang's. The prompt of a turn is that of the turn before, the token ids
+of its answer, and the turn's own; it is sent when the turn before is answered.
 
-Or each line is a session, `{"turns": [{"input_ids": ..., "sampling_params": ...}, ...]}`. The prompt of a turn is that
-of the turn before, the token ids of its answer, and the turn's own; it is sent when the turn before is answered.
-
-    python scripts/bench_client.py prompts.jsonl [flags of sglang.benchmark.serving]
+    python scripts/bench/sglang_client.py sessions.jsonl [flags of sglang.benchmark.serving]
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +28,22 @@ if stubs.needed():
 
 from sglang.benchmark import datasets, serving
 
-ANSWER: ContextVar[list[int] | None] = ContextVar("ANSWER", default=None)
-"""Takes the token ids of the answer to the request that this task has sent; None where nobody asks for them."""
+ANSWER: ContextVar[list[int]] = ContextVar("ANSWER")
+"""Takes the token ids of the answer to the request that this task has sent."""
 
 
-class TokenIdDataset(datasets.common.BaseDataset):
-    """Requests, or sessions of several turns, from a file of token ids."""
+@dataclass
+class Sessions(datasets.common.BaseDataset):
+    """Sessions of a file."""
 
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
+    path: Path
 
     @classmethod
-    def from_args(cls, args: Namespace) -> TokenIdDataset:
-        return cls(args.dataset_path)
+    def from_args(cls, args: Namespace) -> Sessions:
+        return cls(Path(args.dataset_path))
 
     def load(self, tokenizer: Any, model_id: str | None = None) -> list[datasets.DatasetRow]:
-        lines = map(json.loads, self.path.read_text().splitlines())
-        return [session(line["turns"]) if "turns" in line else request(line) for line in lines]
-
-
-def request(line: dict[str, Any]) -> datasets.DatasetRow:
-    """A request of its own."""
-    return datasets.DatasetRow(
-        prompt=line["input_ids"],
-        prompt_len=len(line["input_ids"]),
-        output_len=line["sampling_params"]["max_new_tokens"],
-        extra_request_body={"sampling_params": line["sampling_params"]},
-    )
+        return [session(json.loads(line)["turns"]) for line in self.path.read_text().splitlines()]
 
 
 def session(turns: list[dict[str, Any]]) -> datasets.DatasetRow:
@@ -113,23 +101,19 @@ class EveryPiece:
         piece = orjson.loads(data)
         if piece.get("meta_info", {}).get("completion_tokens"):
             piece["text"] = piece.get("text") or " "
-        answer = ANSWER.get()
-        if answer is not None and "output_ids" in piece:
-            answer[:] = piece["output_ids"]  # of the whole answer so far
+        if "output_ids" in piece:
+            ANSWER.get()[:] = piece["output_ids"]  # of the whole answer so far
         return piece
 
 
 def main() -> None:
     """Run SGLang's benchmark on the file; other arguments are passed on to it."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("prompts", type=Path, help="JSON lines with input_ids and sampling_params")
-    arguments, flags = parser.parse_known_args()
     serving.orjson = EveryPiece
     serving.wrap_multi_turn_request_func = in_sessions
     # The client's list of data sets is fixed; `custom` is the one that reads a user's file.
-    datasets.DATASET_MAPPING["custom"] = TokenIdDataset
-    data = ["--dataset-name", "custom", "--dataset-path", str(arguments.prompts)]
-    sys.argv[1:] = ["--backend", "sglang", *data, *flags]
+    datasets.DATASET_MAPPING["custom"] = Sessions
+    path, *flags = sys.argv[1:]
+    sys.argv[1:] = ["--backend", "sglang", "--dataset-name", "custom", "--dataset-path", path, *flags]
     serving.cli_main()
 
 
