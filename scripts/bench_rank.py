@@ -5,8 +5,9 @@ sixteen), or all heads and whole experts (`--rank dp8`); `make_demo_model.py --r
 of DeepSeek-V3's tp8 want an H200, 36 fit an H100; of Kimi-K2's (`--of kimi-k2`) 48 fit an H200. Tokens are dealt out
 over experts at random, or dummy weights would send all to the same eight.
 
-With `--rank dp8 --running 4` four of the eight run on a GPU each, behind one server with DP attention: what they say to
-each other is then there, but for the experts of the other four. `--concurrency` is of all that run.
+With `--running 4` four of the ranks run behind one server, on a GPU each: the communication among these four is then
+there. `--rank tp8 --running 8` and `--rank dp8 --running 8` are the whole model on eight GPUs, `--rank tp4 --running 4
+--layers 28` fits four H200s. `--concurrency` is of all that run.
 
 Of Kimi-K3 there are two, by `tp8` or `tp16`. `--of kimi-k3` is its language model, with layers of both kinds, for
 SGLang 0.5.23 with `--server-arg '--moe-runner-backend marlin'`: by its weights all 93 layers of a tp16 fit an
@@ -69,7 +70,7 @@ def main(
     of: Annotated[str, typer.Option(help=f"The model: {' or '.join(MODELS)}.")] = MODELS[0],
     model: Annotated[Path | None, typer.Option(exists=True, help="A model's folder in place of --rank.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the rank [all].")] = None,
-    running: Annotated[int, typer.Option(min=1, help="How many of a dp8's ranks run, each on a GPU.")] = 1,
+    running: Annotated[int, typer.Option(min=1, help="How many of these ranks run together, each on a GPU.")] = 1,
     backend: Annotated[list[str] | None, typer.Option(help="Attention backend, and its flags; repeatable.")] = None,
     workload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; repeatable (short).")] = None,
     prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable (7069 and 26472).")] = None,
@@ -126,9 +127,12 @@ def main(
     logs.mkdir(parents=True, exist_ok=True)
     vocabulary = ordinary_tokens(AutoTokenizer.from_pretrained(model))
     sizes = {"answers": answers, "output_tokens": output_tokens}
+    dp_attention = rank is not None and rank.startswith("dp")
     common = [*load_arguments(str(model), max(requests for _, _, requests in cases)), "--load-format", "dummy"]
     if running > 1:
-        common += ["--tp-size", str(running), "--dp-size", str(running), "--enable-dp-attention"]
+        common += ["--tp-size", str(running)]
+        if dp_attention:
+            common += ["--dp-size", str(running), "--enable-dp-attention"]
     common += shlex.split(" ".join(server_arg or []))
     environment = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}
     if drafts is not None:
@@ -136,7 +140,7 @@ def main(
         environment["SGLANG_SIMULATE_ACC_LEN"] = f"{drafts:g}"
     if not deep_gemm:
         environment |= NO_DEEP_GEMM
-    if rank == "dp8":
+    if dp_attention:
         environment |= FEWER_AT_A_TIME
     described = {"rank": rank, "deep_gemm": deep_gemm} | ({"drafts": drafts} if drafts else {})
     described |= {"of": of, "running": running} if rank else {}

@@ -31,7 +31,6 @@ MOST_REQUESTS = 256
 LOADS = {"decode": "long answers", "short": "short answers"}
 PLANNED_LOADS = LOADS | {f"{load}, DeepGEMM": f"{name}, DeepGEMM" for load, name in LOADS.items()}
 ALL_LOADS = PLANNED_LOADS | {load: f"agents, {histories}" for load, histories in AGENTS.items()}
-DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8", "tp16": "TP 16"}
 MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2", "Kimi-K3", "Kimi-K3's MLA layers alone"), strict=True))
 STOCK_BACKENDS = ("fa3", "fa3, pages of 64", "flashinfer", "flashmla")
 TRIED = re.compile("--(hybrid-mla-mixed-tokens|tokenizer-worker-num|cuda-graph-backend-prefill)")
@@ -69,7 +68,8 @@ class Pair(NamedTuple):
     @property
     def name(self) -> str:
         """Return the model, and how ranks divide it."""
-        return f"{MODEL_NAMES[self.case.model]}, {DIVIDED_NAMES[self.case.rank]}"
+        divided = self.case.rank
+        return f"{MODEL_NAMES[self.case.model]}, {divided[:2].upper()} {divided[2:]}"
 
     @property
     def title(self) -> str:

@@ -22,13 +22,11 @@ LAYERS = ALL_LAYERS[MODELS[0]]
 MAX_POSITIONS = 65536
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _SLICES = (*_HEADS, "intermediate_size", "moe_intermediate_size", "vocab_size")
-DIVIDED = {  # how ranks divide the model: the fields that they divide among them
-    "tp8": _SLICES,
-    "dp8": ("n_routed_experts", "vocab_size"),
-    "tp16": _SLICES,
-}
-"""Fields by division. With tensor parallelism a rank has a slice of every matrix. With DP attention it has all
-heads, whole experts, the whole dense MLPs of the first layers (`--moe-dense-tp-size 1`), and a slice of the LM head."""
+_EXPERTS = ("n_routed_experts", "vocab_size")
+DIVIDED = {"tp4": _SLICES, "tp8": _SLICES, "tp16": _SLICES, "dp4": _EXPERTS, "dp8": _EXPERTS}
+"""How ranks divide a model, and the fields that they divide among them. With tensor parallelism a rank has a slice of
+every matrix. With DP attention it has all heads, whole experts, the whole dense MLPs of the first layers
+(`--moe-dense-tp-size 1`), and a slice of the LM head."""
 OF_K3 = ("tp8", "tp16")
 """Divisions of Kimi-K3."""
 _WHOLE_EXPERTS = (*_HEADS, "intermediate_size", "num_experts", "num_experts_per_token", "vocab_size")
@@ -55,8 +53,8 @@ class Rank:
             raise ValueError(f"{self.model} is divided by {' or '.join(OF_K3)}, not {self.divided}")
         if self.drafts and self.model in (K3, K3_MLA):
             raise ValueError(f"{self.model} has no layer that drafts")
-        if self.running > 1 and (not self.divided.startswith("dp") or self.ranks % self.running):
-            raise ValueError(f"{self.running} of its ranks are not run: of dp8 2, 4 or 8 are")
+        if self.ranks % self.running or (self.running > 1 and self.model in (K3, K3_MLA)):
+            raise ValueError(f"{self.running} ranks of {self.model}'s {self.divided} cannot run together")
 
     @property
     def ranks(self) -> int:

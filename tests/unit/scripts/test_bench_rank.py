@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import typer
 from bench import beside, server
-from bench.beside import in_turns
+from bench.beside import Comparison, in_turns
 from bench.client import ClientFailedError
 from bench.records import read_records
 from bench.server import ServerFailedError, Started
@@ -29,6 +29,8 @@ from demo_model.rank import DIVIDED, K3, K3_MLA, OF_K3, Rank, make_rank, rank_co
 from sglang.srt.configs.kimi_linear import KimiLinearConfig
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from typer.testing import CliRunner
+
+from sglang_mla_ext.configs import read_config
 
 VOCABULARY = np.arange(10, 9_000)
 
@@ -57,10 +59,34 @@ def test_ranks_that_run_together_have_the_experts_of_as_many() -> None:
     assert differ == {"n_routed_experts": (32, 128), "vocab_size": (129280 // 8, 129280 // 2)}
 
 
-@pytest.mark.parametrize(("divided", "running"), [("tp8", 2), ("dp8", 3), ("dp8", 16)])
-def test_ranks_that_are_not_run_together(divided: str, running: int) -> None:
-    with pytest.raises(ValueError, match=f"{running} of its ranks are not run: of dp8 2, 4 or 8 are"):
+@pytest.mark.parametrize("divided", DIVIDED)
+@pytest.mark.parametrize("model", ["deepseek-v3", "kimi-k2"])
+def test_all_ranks_are_the_whole_model(divided: str, model: str) -> None:
+    rank = Rank(divided, model=model)
+    config, own = rank_config(replace(rank, running=rank.ranks)), read_config("checkpoints", model)["config"]
+    for field in (*DIVIDED["tp8"], *DIVIDED["dp8"]):
+        assert config[field] == own[field]
+
+
+@pytest.mark.parametrize(("divided", "running"), [("tp8", 3), ("dp8", 3), ("dp8", 16)])
+def test_ranks_that_cannot_run_together(divided: str, running: int) -> None:
+    with pytest.raises(ValueError, match=f"{running} ranks of deepseek-v3's {divided} cannot run together"):
         Rank(divided, running=running)
+    with pytest.raises(ValueError, match="2 ranks of kimi-k3's tp8 cannot run together"):
+        Rank("tp8", 9, K3, running=2)
+
+
+@pytest.mark.parametrize("divided", ["tp4", "dp4"])
+def test_ranks_run_behind_one_server(divided: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DP attention where they have requests of their own."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(Comparison, "run", lambda self, arguments, environment, **options: asked.append(arguments))
+    app = typer.Typer()
+    app.command()(bench_rank.main)
+    done = CliRunner().invoke(app, ["--rank", divided, "--running", "4", "--layers", "4"])
+    assert done.exit_code == 0, done.output
+    given = asked[0][asked[0].index("--tp-size") :]
+    assert given == ["--tp-size", "4", *(["--dp-size", "4", "--enable-dp-attention"] if divided == "dp4" else [])]
 
 
 @pytest.mark.parametrize("divided", OF_K3)
@@ -300,7 +326,7 @@ def test_the_limit_stops_servers_and_keeps_what_is_there(
     ("arguments", "message"),
     [
         ((), "either --rank or --model"),
-        (("--rank", "tp9"), "tp8, dp8"),
+        (("--rank", "tp9"), "tp4, tp8, tp16, dp4, dp8"),
         (("--rank", "tp8", "--of", "llama"), "deepseek-v3, kimi-k2"),
         (("--rank", "tp8", "--workload", "long"), "no workload long"),
         (("--rank", "tp8", "--case", "short:7069"), "not short:7069"),
