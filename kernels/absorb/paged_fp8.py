@@ -87,9 +87,8 @@ class AbsorbFP8(ABC):
         device = torch.device(device)
         self._layout = layout or LatentRowLayout()
         rank, dr = self._layout.kv_lora_rank, self._layout.qk_rope_head_dim
-        for name, size in dict(
-            max_requests=max_requests, heads=heads, query_tokens=query_tokens, page_size=page_size
-        ).items():
+        sizes = dict(max_requests=max_requests, heads=heads, query_tokens=query_tokens, page_size=page_size)
+        for name, size in sizes.items():
             if size <= 0:
                 raise ValueError(f"{name} must be positive, not {size}")
         if not (is_block_dim(rank) and is_block_dim(dr)):
@@ -172,9 +171,8 @@ class AbsorbFP8(ABC):
             rank, columns = self._layout.kv_lora_rank, self._layout.kv_lora_rank + self._layout.qk_rope_head_dim
             q = torch.zeros(tokens, self._heads, columns, dtype=dtype, device=device)
             lens = torch.full((requests,), self._query_tokens, dtype=torch.int32, device=device)
-            page_table = torch.zeros(
-                requests, -(-self._query_tokens // self._page_size), dtype=torch.int32, device=device
-            )
+            pages = -(-self._query_tokens // self._page_size)
+            page_table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
             lse = torch.empty(tokens, self._heads, device=device)
             self.begin_step(lens, page_table)
             query = q[..., :rank], q[..., rank:]
@@ -259,8 +257,7 @@ class HopperAbsorbFP8(AbsorbFP8):
             segment_rows=0,
             segment_partials=0,
         )
-        partials = (self._capacity.max_partial_rows, self._capacity.heads)
-        zeros = partial(self._memory.zeros, *partials, device=device)
+        zeros = partial(self._memory.zeros, self._capacity.max_partial_rows, self._capacity.heads, device=device)
         self._partial_out = zeros(dims[0], dtype=torch.bfloat16)  # [P, W * H, 512]
         self._partial_lse2 = zeros(dtype=torch.float32)  # [P, W * H]
         self._work = torch.from_numpy(empty_work(self._capacity)).to(device)
@@ -280,10 +277,8 @@ class HopperAbsorbFP8(AbsorbFP8):
     def _attend(self, call: Call) -> None:
         q_absorbed, q_rope, pool, page_table, lens, scale, out, lse = call
         if self._scheduled != (len(lens), page_table.stride(0)):
-            raise ValueError(
-                f"{len(lens)} requests and rows of {page_table.stride(0)} pages must be those of begin_step: "
-                f"{self._scheduled}"
-            )
+            given = f"{len(lens)} requests and rows of {page_table.stride(0)} pages"
+            raise ValueError(f"{given} must be those of begin_step: {self._scheduled}")
         partials, no_lse = (self._partial_out, self._partial_lse2), self._no_lse[: len(out)]
         by_request = len(lens), self._capacity.heads
         in_partials = out.data_ptr() == self._capacity.uncut_rows(self._partial_out, len(lens)).data_ptr()
