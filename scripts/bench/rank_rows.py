@@ -29,8 +29,7 @@ from bench.workloads import AGENTS
 MOST_REQUESTS = 256
 """Largest number of requests in the table that has one row for each load and prompt."""
 LOADS = {"decode": "long answers", "short": "short answers"}
-PLANNED_LOADS = LOADS | {f"{load}, DeepGEMM": f"{name}, DeepGEMM" for load, name in LOADS.items()}
-ALL_LOADS = PLANNED_LOADS | {load: f"agents, {histories}" for load, histories in AGENTS.items()}
+ALL_LOADS = LOADS | {load: f"agents, {histories}" for load, histories in AGENTS.items()}
 MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2", "Kimi-K3", "Kimi-K3's MLA layers alone"), strict=True))
 STOCK_BACKENDS = ("fa3", "fa3, pages of 64", "flashinfer", "flashmla")
 TRIED = re.compile("--(hybrid-mla-mixed-tokens|tokenizer-worker-num|cuda-graph-backend-prefill)")
@@ -118,8 +117,8 @@ def newest_release(records: Iterable[Record], *, cases: Sequence[Sequence[Any]])
 
 
 def headline(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each model, load and prompt."""
-    few = [pair for pair in whole_models(records, PLANNED_LOADS) if pair.case.requests <= MOST_REQUESTS]
+    """Yield a row for each model, load and prompt, without DeepGEMM."""
+    few = [pair for pair in whole_models(records, LOADS) if pair.case.requests <= MOST_REQUESTS]
     return map(row_of, {(pair.title, pair.case.load, pair.case.prompt): pair for pair in few}.values())
 
 
