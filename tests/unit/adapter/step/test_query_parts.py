@@ -22,6 +22,8 @@ from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
+pytestmark = pytest.mark.usefixtures("published")
+
 ROWS, HEADS, RANK, ROPE, PAGE, PAGES = 3, 4, 32, 16, 64, 8
 SIZES = LatentSizes(HEADS, RANK, ROPE, torch.float32, False, ROWS, ROWS, 2 * PAGE)
 LENS = (70, 1, 64)
