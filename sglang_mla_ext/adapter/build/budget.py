@@ -18,7 +18,7 @@ from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.adapter.server import MAX_RANKS, Server
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.dispatch import multiprocessors
-from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, prefill_rows
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, PREFILL_PARTIAL_BYTES, prefill_rows
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 from sglang_mla_ext.prefix.memory.default import (
@@ -190,8 +190,11 @@ def transient_bytes(server: Server, model: Model, tokens: int) -> int:
 
 
 def call_rows(server: Server, model: Model) -> int:
-    """Return the rows of one call of naive attention in a prefill pass."""
-    return prefill_rows(model.heads, model.first.v_head_dim, server.prefill.tokens)
+    """Return the rows of one call of naive attention in a prefill pass. Their partial results take no more than a
+    sixteenth of a memory for expanded prefixes that is named: a small one has to hold prefixes, too."""
+    named = prefix_bytes(server.options) // 16
+    most = min(PREFILL_PARTIAL_BYTES, named) if named else PREFILL_PARTIAL_BYTES
+    return prefill_rows(model.heads, model.first.v_head_dim, server.prefill.tokens, most)
 
 
 def latent_kind(fp8: bool) -> type[LatentAttention]:

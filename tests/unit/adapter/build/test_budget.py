@@ -37,6 +37,22 @@ def options(**given: Any) -> HybridMLAOptions:
 
 
 @pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        ({}, 4064),
+        ({"prefix_memory_gb": 0.0}, 4064),  # what prefill expands for itself is beside it
+        ({"prefix_memory_gb": 14.0}, 4064),
+        ({"prefix_memory_gb": 1.0}, 2032),
+        ({"prefix_memory_gb": 0.2}, 1024),
+    ],
+    ids=str,
+)
+def test_a_small_memory_holds_prefixes_beside_a_calls_partial_results(given: dict[str, Any], rows: int) -> None:
+    server = SimpleNamespace(options=options(**given), prefill=SimpleNamespace(tokens=8192))
+    assert budget.call_rows(server, SimpleNamespace(heads=64, first=SimpleNamespace(v_head_dim=128))) == rows
+
+
+@pytest.mark.parametrize(
     ("given", "buffers", "taken"),
     [
         ({"prefix_memory_gb": 3.0}, GIB, 3 * GIB),
