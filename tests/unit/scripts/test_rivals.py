@@ -11,7 +11,6 @@ import pytest
 import torch
 from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
 from bench.rivals import CONTEXT_TOKENS, fa3_bf16, flashinfer_mla
-from lab.papers.experiments import private_case, shared_case
 
 
 class Uneven(Case):
@@ -22,7 +21,7 @@ class Uneven(Case):
         return [3, PAGE_TOKENS, 2 * PAGE_TOKENS + 1, 40]
 
 
-CASES = [shared_case(130, 70, 2, 3), private_case(100, 2, 2, query_tokens=2), Uneven(0, 0, 2, (), 4, s_q=3)]
+CASES = [Case(130, 70, 2, (3,)), Case(0, 100, 2, (), 2, s_q=2), Uneven(0, 0, 2, (), 4, s_q=3)]
 
 
 def agrees_with_every_row_alone(case: Case, rival: Callable[[], torch.Tensor]) -> None:
