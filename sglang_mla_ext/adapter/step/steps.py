@@ -70,15 +70,16 @@ class PrefillSharing:
         reqs: Sequence[Req],
         prefix_lens: Sequence[int],
         new_tokens: Sequence[int],
+        affordable: int,
         prefixes: Sharing,
         shared: SharedTree | None,
     ) -> PrefillPlan | None:
         """Return what a prefill pass attends to in expanded form; arguments are those of `Steps.plan_pass`.
 
         Args:
-            shared: what the requests share, where that is known.
+            affordable: what the function of this name returned. shared: what the requests share, where that is known.
         """
-        costs, transient, affordable = self.costs, None, self.affordable(prefix_lens)
+        costs, transient = self.costs, None
         plan = prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0, shared=shared)
         if self.transient is not None and (affordable or self.always or costs is not None):
             pays = costs.pays_alone if costs is not None else None
@@ -186,7 +187,8 @@ class Steps:
                     affordable = prefill.affordable(prefix_lens) if prefill is not None else 0
                     shared = self._expand_before(reqs, running, affordable)
                     if prefill is not None:
-                        step.prefill = prefill.plan(step, reqs, prefix_lens, new_tokens, self._prefixes, shared)
+                        of_pass = reqs, prefix_lens, new_tokens, affordable
+                        step.prefill = prefill.plan(step, *of_pass, self._prefixes, shared)
                 elif self.sharded is not None:
                     pass  # what it shares, ranks have agreed on
                 elif step.mixed:
