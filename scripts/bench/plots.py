@@ -12,6 +12,7 @@ import hashlib
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ def bars(axes: Any, spec: Spec, rows: Sequence[Row], ticks: Sequence[Any]) -> Ma
         marked = values(spec, name, "mark", rows)
         if of.get("mark"):
             ends = ([place + side * width * 0.4 for place in places] for side in (-1, 1))
-            shown[spec["mark"]] = axes.hlines(marked, *ends, color=COLOURS[2], linewidth=2.5, zorder=3)
+            across = [mark or nan for mark in marked]
+            shown[spec["mark"]] = axes.hlines(across, *ends, color=COLOURS[2], linewidth=2.5, zorder=3)
         tops = [max(top, height, mark or 0) for top, height, mark in zip(tops, heights, marked, strict=True)]
     for row, top in zip(rows, tops, strict=True):
         text, place = CELLS.cell(spec.get("above", ""), row), (ticks.index(row[spec["x"]]), top)

@@ -80,7 +80,7 @@ class Pair(NamedTuple):
 def row_of(pair: Pair) -> dict[str, Any]:
     """Return a row of tables and plots, with figures of `ours` and `theirs`, and what `plan` predicts for both, in
     tokens per second; None for passes through linear attention, and for agents."""
-    case, plan = pair.case, None
+    case, plan = pair.case, dict.fromkeys(("ours", "theirs"))
     if case.load not in AGENTS and (case.load != "short" or not of_rank(pair.ours[0]).has_states):
         plan = {name: tokens_per_s(getattr(pair, name)[0]) for name in ("ours", "theirs")}
     figures = {
@@ -97,6 +97,7 @@ def row_of(pair: Pair) -> dict[str, Any]:
         "how": pair.backend.partition(", ")[2] or None,
         "memory": named_memory(pair.ours[0]),
         "drafted": ", drafts" if case.drafts else "",
+        "accepted": case.drafts or 1.0,
         "plan": plan,
         **figures,
         "records": [*pair.ours, *pair.theirs],
@@ -120,11 +121,6 @@ def headline(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     """Yield a row for each model, load and prompt, without DeepGEMM."""
     few = [pair for pair in whole_models(records, LOADS) if pair.case.requests <= MOST_REQUESTS]
     return map(row_of, {(pair.title, pair.case.load, pair.case.prompt): pair for pair in few}.values())
-
-
-def every_pair(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield a row for every pair without DeepGEMM, for the README's plot."""
-    return map(row_of, whole_models(records, LOADS))
 
 
 def sharded(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
