@@ -190,9 +190,9 @@ def test_flush_drops_what_was_expanded(stock: Reference, hybrid: Server) -> None
 def test_prefix_splits_while_it_is_used(stock: Reference, hybrid: Server) -> None:
     """Later requests share only the first half of what earlier ones share and have expanded."""
     half = SYSTEM[: len(SYSTEM) // 2] + "Now forget physics and talk about gardens instead. " * 4
-    early = [Chat(SYSTEM, question(i), max_tokens=160) for i in range(3)]
-    # Long enough for `watching` to see their groups.
-    late = [Chat(half, question(i), max_tokens=120, delay_s=0.4) for i in range(3)]
+    # Long enough for `watching` to see both groups at once, also on a machine that does other things.
+    early = [Chat(SYSTEM, question(i), max_tokens=240) for i in range(3)]
+    late = [Chat(half, question(i), max_tokens=160, delay_s=0.4) for i in range(3)]
     expected = stock.asking(*early, *late)
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
