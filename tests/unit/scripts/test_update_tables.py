@@ -91,9 +91,7 @@ def test_one_rank(tmp_path):
         written[bench, impl, case["rank"], case["layers"], case["concurrency"], case.get("of")] = record
     said = [tokens_per_s(written["short", impl, "tp8", 61, 128, None]) for impl in ("hybrid_mla", "sglang_fa3")]
     rows = lines_of(PERFORMANCE["one-rank-headline"], path)[1:]
-    deep_gemm = next(row for row in rows if "DeepGEMM" in row[1])
-    assert deep_gemm[1:7] == ["long answers, DeepGEMM", "7,069", "128", "90", "30 (fa3)", "3.00x"]
-    rows.remove(deep_gemm)
+    assert all(row[1] == "short answers" for row in rows)  # the long ones had DeepGEMM
     case = "short answers", "7,069", "128"
     assert rows[0] == [
         *("DeepSeek-V3, TP 8", *case, "150", "75 (fa3)", "2.00x"),
