@@ -17,7 +17,7 @@ PREFILL_PARTIAL_BYTES = 128 << 20
 """Memory for the partial results of one call of the attention in a prefill pass, at least that for `MAX_ROWS` rows."""
 
 
-def prefill_rows(heads: int, v_head_dim: int, new_tokens: int, partial_bytes: int = PREFILL_PARTIAL_BYTES) -> int:
+def prefill_rows(heads: int, v_head_dim: int, new_tokens: int, partial_bytes: int) -> int:
     """Return the rows of one call of the attention in a prefill pass, which takes as many calls as it needs.
 
     Each call costs the host a launch and a merge in every layer. With 1,024 rows a call, the host took up to 550 ms for
@@ -25,9 +25,9 @@ def prefill_rows(heads: int, v_head_dim: int, new_tokens: int, partial_bytes: in
 
     Args:
         heads: of this rank; new_tokens: of a full pass.
-        partial_bytes: the most that partial results take, unless those for `MAX_ROWS` rows are more.
+        partial_bytes: for partial results, of which `PREFILL_PARTIAL_BYTES` are used at most.
     """
-    return max(MAX_ROWS, min(new_tokens, partial_bytes // (4 * heads * (v_head_dim + 1))))
+    return max(MAX_ROWS, min(new_tokens, min(partial_bytes, PREFILL_PARTIAL_BYTES) // (4 * heads * (v_head_dim + 1))))
 
 
 SEGMENTS_PER_ROW = 2

@@ -51,7 +51,7 @@ CANDIDATES = {
         ),
     }.items()
 }
-# Where the candidates for each are timed. No prefix fits into the L2 cache.
+# Cases on which the candidates for each tile are timed. No prefix fits into the L2 cache.
 TILE_CASES = (
     (Case(LONG, TAIL, 128, (64,)), Case(LONG, TAIL, 16, (64,))),
     (Case(LONG, TAIL, 128, (128,)), Case(LONG, TAIL, 128, (512,)), Case(LONG, TAIL, 16, (256,))),

@@ -217,7 +217,7 @@ class Soak:
         meta = seen[0]["meta_info"]
         whole = (meta["finish_reason"] or {}).get("type") == "length"
         version = "second" if meta["weight_version"] == "second" else "first"
-        # Who waits and has tokens was taken back.
+        # A request that waits and has tokens was taken back.
         self._got.append(Got(chat, answer_of(seen[0]), whole, version, not ran(meta) or meta["num_retractions"] > 0))
 
     async def _update(self, client: aiohttp.ClientSession) -> None:

@@ -31,8 +31,8 @@ MAX_RANKS = 64
 
 
 class HeadSizes(NamedTuple):
-    """Of a model's attention: dimensions of a head's content, rotary part and values, of a latent row without its
-    rotary part, and heads on a GPU."""
+    """Sizes of a model's attention: dimensions of a head's content, rotary part and values, of a latent row without
+    its rotary part, and heads on a GPU."""
 
     nope: int
     rope: int
@@ -105,23 +105,6 @@ class Prefill:
         chunk = self.args.chunked_prefill_size or 0
         return int(chunk if chunk > 0 else self.args.max_prefill_tokens)
 
-    @property
-    def expands_transiently(self) -> bool:
-        """Return whether passes expand prefixes for themselves by default (prefill/transient.py): with DP attention,
-        where a rank has all heads and seldom the memory to keep a long prefix expanded, and with prefill in CUDA
-        graphs, where SGLang's own attention is by absorb; not where it was never run."""
-        args, options = self.args, self.options
-        dp_attention = installed.dp_attention_ranks(args) > 1 and args.speculative_algorithm is None
-        return (
-            on_gpu(args)
-            and options.mode_expands
-            and options.prefill_expand_tokens is None
-            and (self.graph_rows > 0 or dp_attention)
-            and self.is_ours
-            and args.disaggregation_mode == "null"
-            and not args.enable_hierarchical_cache
-        )
-
 
 @dataclass(frozen=True)
 class Server:
@@ -160,6 +143,22 @@ class Server:
         if self.ranks.sharding > 1 or not self.options.may_group:
             return False
         return self.options.mode == "grouped_absorb" or self.device.rates.modes[Mode.GROUPED_ABSORB].measured
+
+    @property
+    def expands_transiently(self) -> bool:
+        """Return whether prefill passes expand prefixes for themselves by default (prefill/transient.py): with DP
+        attention, where a rank has all heads and seldom the memory to keep a long prefix expanded, and with prefill in
+        CUDA graphs, where SGLang's own attention is by absorb; not where it was never run."""
+        args, options, prefill = self.args, self.options, self.prefill
+        return (
+            self.device.on_gpu
+            and options.mode_expands
+            and options.prefill_expand_tokens is None
+            and (prefill.graph_rows > 0 or (self.ranks.dp > 1 and args.speculative_algorithm is None))
+            and prefill.is_ours
+            and args.disaggregation_mode == "null"
+            and not args.enable_hierarchical_cache
+        )
 
     @cached_property
     def model_config(self) -> Any:

@@ -144,7 +144,7 @@ class Deployment:
 
     @cached_property
     def plan(self) -> Callable[[int, int, int], Plan]:
-        """What a server does with a prompt: `sharing.plan` with this cost. Many steps of a few sizes are asked for."""
+        """Return `sharing.plan` with this cost. Plans are kept, because many steps of a few sizes are asked for."""
         return functools.cache(functools.partial(plan, self.cost))
 
     def cover(self, requests: int, prompt: int, chunks: int | None = None) -> Cover:

@@ -494,7 +494,7 @@ hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_l
 stock_experts = _server("stock_experts", *STOCK, kind=Reference, model=experts)
 hybrid_experts = _server("hybrid_experts", *NAIVE, *SIZED, *PREFIXES, model=experts)
 stock_kimi_k2 = _server("stock_kimi_k2", *STOCK, kind=Reference, model=kimi_k2)
-# Of 64 heads a CPU's rows of prefill take 0.6 GiB.
+# Buffers for rows of prefill take 0.6 GiB with 64 heads on a CPU.
 MANY_HEADS = ("--hybrid-mla-prefix-memory-gb", "1")
 hybrid_kimi_k2 = _server("hybrid_kimi_k2", *NAIVE, *SIZED, *MANY_HEADS, model=kimi_k2)
 # Its configuration has not what SGLang reads: rotation without scaling.

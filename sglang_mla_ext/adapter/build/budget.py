@@ -74,7 +74,7 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
 
 def with_transient_expansion(available: int, server: Server, model: Model) -> Server:
     """The server with what `with_default` says of prefill."""
-    if not server.prefill.expands_transiently:
+    if not server.expands_transiently:
         return server
     options, tokens = server.options, transient_tokens(model.heads)
     taken = transient_bytes(server, model, tokens)
@@ -90,7 +90,7 @@ def token_bytes(server: Server, model: Model) -> int:
 
 
 def expanded_sizes(server: Server, model: Model, heads: int) -> dict[str, Any]:
-    """What memory for expanded prefixes of so many heads is made for."""
+    """Return the sizes of the memory for expanded prefixes, with so many heads."""
     first = model.first
     return dict(
         layers=len(model.layers),
@@ -192,8 +192,7 @@ def transient_bytes(server: Server, model: Model, tokens: int) -> int:
 def call_rows(server: Server, model: Model) -> int:
     """Return the rows of one call of naive attention in a prefill pass. Their partial results take no more than a
     sixteenth of a memory for expanded prefixes that is named: a small one has to hold prefixes, too."""
-    named = prefix_bytes(server.options) // 16
-    most = min(PREFILL_PARTIAL_BYTES, named) if named else PREFILL_PARTIAL_BYTES
+    most = prefix_bytes(server.options) // 16 or PREFILL_PARTIAL_BYTES
     return prefill_rows(model.heads, model.first.v_head_dim, server.prefill.tokens, most)
 
 

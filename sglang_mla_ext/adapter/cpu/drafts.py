@@ -160,7 +160,7 @@ KERNELS: Sequence[Callable[..., None]] = (
     fill_bonus_tokens_cpu,
     fill_accept_out_cache_loc_cpu,
 )
-"""What a stand-in of `sgl_kernel` has of its functions."""
+"""Functions of `sgl_kernel` that its stand-in has."""
 
 
 def around_set_embed_and_head(original: Callable[..., Any], model: Any, embed: Any, head: Any) -> None:

@@ -22,7 +22,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """What attention in the latent space is made for.
+    """Sizes that attention in the latent space is made for.
 
     Attributes:
         heads: of this rank.

@@ -142,6 +142,6 @@ def parts_of(server: Server) -> dict[str, int]:
         "expert parallelism": args.ep_size > 1 and ranks,
         COMPILED: args.enable_torch_compile and ranks,
         PREFILL_GRAPHS: server.prefill.graphs != "disabled" and ranks,
-        TRANSIENT: (server.options.transient_tokens or server.prefill.expands_transiently) and ranks,
+        TRANSIENT: (server.options.transient_tokens or server.expands_transiently) and ranks,
     }
     return {name: int(ranks) for name, ranks in asked.items() if ranks}

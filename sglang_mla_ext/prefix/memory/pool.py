@@ -1,4 +1,4 @@
-"""Who owns which chunk of the memory for expanded prefixes: budget, splits, eviction.
+"""Owners of chunks of the memory for expanded prefixes: budget, splits, eviction.
 
 A chunk holds the expanded tokens `[k · C, (k + 1) · C)` of a path, for its index k and C tokens a chunk. It belongs to
 the tree node in which the last of them lies, so requests below that node share it, whatever else they hold; a node that

@@ -1,4 +1,4 @@
-"""What each way of attending to a shared prefix computes and reads in a layer, and from how many requests on it pays.
+"""Products and bytes of each way of attending to a shared prefix in a layer, and the requests from which on it pays.
 
 For a group of `B` requests of `W` query tokens (1, or more in a step that verifies drafts), `H` local heads and `L`
 prefix tokens (DeepSeek-V3's dimensions; the code takes any):

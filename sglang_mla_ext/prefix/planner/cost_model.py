@@ -1,4 +1,4 @@
-"""What each way of attending to a shared prefix costs, per layer.
+"""Time of each way of attending to a shared prefix, per layer.
 
 The time of a mode is the larger of its memory time and its matrix time, plus the overhead of its launches. What it
 reads and multiplies is in break_even.py; rates are data, see gpu_rates.py. Pure Python.

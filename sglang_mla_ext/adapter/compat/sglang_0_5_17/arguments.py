@@ -1,4 +1,4 @@
-"""What a launch's arguments say, in SGLang 0.5.17."""
+"""Arguments of a launch, as SGLang 0.5.17 keeps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch's arguments say, in SGLang 0.5.23: what the user gave is kept, and what was decided is beside it."""
+"""Arguments of a launch, as SGLang 0.5.23 keeps them: those that the user gave, and beside them what was decided."""
 
 from __future__ import annotations
 

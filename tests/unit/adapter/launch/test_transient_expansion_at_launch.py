@@ -27,4 +27,4 @@ from test_sharded_prefixes_at_launch import EIGHT
 )
 def test_where_it_does(changes: dict[str, Any], given: dict[str, Any], on_gpu: bool, expands: bool) -> None:
     args = test_limits.server_args(**{**EIGHT, **changes})
-    assert test_limits.server(args, on_gpu, **given).prefill.expands_transiently == expands
+    assert test_limits.server(args, on_gpu, **given).expands_transiently == expands
