@@ -282,22 +282,26 @@ def test_a_prompt_in_pieces_is_cancelled_by_its_id(mixed_in_pieces: Server, plai
     beside = asked.one_by_one([LONG, asking(prompt(0))])
     before = mixed_in_pieces.log.stat().st_size
     cancelled = asked(asking(prompt(80, tokens), body={"rid": "to be cancelled"}))
-    while not (pieces := new_tokens(mixed_in_pieces, before)):
+    while not pieces(mixed_in_pieces, before):
         time.sleep(0.005)
     asked.post("abort_request", rid="to be cancelled")
     reason = cancelled.result()["meta_info"]["finish_reason"]
     assert reason["type"] == "abort", reason
     beside.append(asked(asking(prompt(1))))
     assert [same(answer.result()) for answer in beside] == [same(plain[-1]), same(plain[0]), same(plain[1])]
-    assert pieces and sum(new_tokens(mixed_in_pieces, before)) < tokens, "it was cancelled on the way"
+    assert sum(pieces(mixed_in_pieces, before)) < tokens - 200, "it was cancelled on the way"
     mixed_in_pieces.flush()
     assert mixed_in_pieces.info()["expanded_bytes"] == 0
 
 
-def new_tokens(server: Server, since: int) -> list[int]:
-    """Of each prefill batch in a server's log from a place on."""
+def pieces(server: Server, since: int) -> list[int]:
+    """Return the new tokens of each piece of a long prompt, read in a server's log from an offset on.
+
+    Batches that leave fewer than 100 tokens waiting are left out: requests that were retracted come back in such.
+    """
     log = server.log.read_bytes()[since:].decode(errors="replace")
-    return [int(count) for count in re.findall(r"Prefill batch.*?#new-token: (\d+)", log)]
+    found = re.findall(r"Prefill batch.*?#new-token: (\d+),.*?#pending-token: (\d+)", log)
+    return [int(tokens) for tokens, left in found if int(left) >= 100]
 
 
 def test_the_pool_is_full_while_a_prompt_is_in_pieces(stock_asked: Asked, asked: Asked) -> None:
