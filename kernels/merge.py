@@ -42,7 +42,7 @@ def shape_for(rows: int, heads: int, dv: int) -> Shape:
 
 
 @triton.jit
-def _load_ids(
+def load_ids(
     list_ptr, more_list_ptr, first, count, first_count, SPLITS: tl.constexpr, MORE: tl.constexpr, CHECK: tl.constexpr
 ):
     """Partials of a row from the `first` on, `[SPLITS]`: of a list in one table, and behind it of that in the other.
@@ -64,7 +64,7 @@ def _load_ids(
 
 
 @triton.jit
-def _sum_partials(
+def sum_partials(
     partial_out_ptr,
     partial_lse2_ptr,
     partial,  # int64 [SPLITS], the row's first ones
@@ -94,7 +94,7 @@ def _sum_partials(
         place = partial[None, :] * heads + head  # [BLOCK_HEADS, SPLITS]
         there = (first + tl.arange(0, SPLITS) < count)[None, :] & (head < heads)
         # Ahead of its use, so that loads of the next tile need not wait for their addresses.
-        partial = _load_ids(list_ptr, more_list_ptr, first + SPLITS, count, first_count, SPLITS, MORE, True)
+        partial = load_ids(list_ptr, more_list_ptr, first + SPLITS, count, first_count, SPLITS, MORE, True)
         part_lse2 = tl.load(partial_lse2_ptr + place, mask=there, other=float("-inf"))
         part_out = tl.load(
             partial_out_ptr + place[:, :, None] * DV + dim[None, None, :], mask=there[:, :, None], other=0.0
@@ -163,7 +163,7 @@ def merge_kernel(
 ):
     row = tl.program_id(0)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]  # [BLOCK_HEADS, 1]
-    dim = tl.max_contiguous(tl.arange(0, DV), 4)[None, None, :]  # as in _sum_partials
+    dim = tl.max_contiguous(tl.arange(0, DV), 4)[None, None, :]  # as in sum_partials
     in_heads = head < heads
     watched = False
     if WATCH:
@@ -177,7 +177,7 @@ def merge_kernel(
         more_begin = tl.load(more_table_ptr + row)
         count += tl.load(more_table_ptr + more_max_rows + row)
         more_list_ptr = more_table_ptr + (2 + FIRSTS) * more_max_rows + more_begin
-    partial = _load_ids(firsts_ptr, more_list_ptr, 0, count, first_count, SPLITS, MORE, False)
+    partial = load_ids(firsts_ptr, more_list_ptr, 0, count, first_count, SPLITS, MORE, False)
 
     row64 = row.to(tl.int64)
     lse_ptrs = lse_ptr + row64 * lse_row + head * lse_head
@@ -196,7 +196,7 @@ def merge_kernel(
         tail_ptr = tail_out_ptr + row64 * tail_row + (head * tail_head)[:, :, None] + dim
         has_tail = in_heads & ~empty
         tail_out = tl.load(tail_ptr, mask=has_tail[:, :, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, 1, DV]
-        acc, part_sum, part_max2 = _sum_partials(
+        acc, part_sum, part_max2 = sum_partials(
             partial_out_ptr, partial_lse2_ptr, partial, list_ptr, more_list_ptr, count, first_count, head, heads,
             DV, BLOCK_HEADS, SPLITS, UNROLL, MORE,
         )  # fmt: skip

@@ -2,11 +2,11 @@
 
     NCCL_GRAPH_REGISTER=0 python scripts/bench_exchange.py --out exchange.jsonl
 
-A process for each GPU, and in each a CUDA graph of the layers of a step that shares nothing: copying queries by heads,
-the first all-to-all, naive attention and its merge over an empty plan, the second all-to-all, the merge with tails.
-`wire` is the two all-to-alls alone; `--via peers` has stores into the other ranks' memory in place of NCCL. Nothing
-runs beside it here; in a step, attention to tails does. `calibrate.py --exchange` takes the records. Without GPUs it
-runs over Gloo, to be seen working.
+A process for each GPU, and in each a CUDA graph of the layers of a step: queries to the ranks that have their heads,
+naive attention of all rows over one chunk, results back, and the merge with tails. `wire` is the exchange alone, and
+`idle` a step that shares nothing. `--via peers` has stores into the other ranks' memory in place of NCCL.
+Nothing runs beside it here; in a step, attention to tails does. `calibrate.py --exchange` takes the records. Without
+GPUs it runs over Gloo, to be seen working.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ from bench.tables import table
 from bench.timing import captured
 
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
+from sglang_mla_ext.kernels.naive.collectives import Collectives
+from sglang_mla_ext.kernels.naive.exchange import Exchange, ExchangeSizes
 from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+from sglang_mla_ext.segment import Mode, Segment
 
 LAYERS, ROUNDS = 61, 21
 """Layers of a step, and how often it is timed."""
@@ -40,41 +44,48 @@ COLUMNS = {
     "bytes out of a rank": "{sent_bytes:,}",
     "all": "{all_us:.1f}",
     "wire": "{wire_us:.1f}",
+    "idle": "{idle_us:.1f}",
 }
 
 
 def exchanges(
     rank: int, ranks: int, heads: int, rows: int, device: torch.device, via: str
-) -> dict[str, Callable[[], None]]:
-    """Return calls of one layer of a rank: all of it, and the two all-to-alls alone."""
-    exchange, receiving = dist.all_to_all_single, None
-    if via == "peers":
-        peers = Peers(dist.group.WORLD.group_name)
-        exchange, receiving = peers.exchange, peers.zeros
+) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+    """Return calls of one layer of a rank: all of it, the exchange alone, and a layer of a step that shares nothing."""
     dims = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR)
     buffers = ExpandedBuffers.allocate(layers=1, chunks=1, heads=heads // ranks, device=device, **dims)
     of_bf16 = dict(dtype=torch.bfloat16, device=device)
     attention = make_shared_attention(buffers, max_rows=ranks * rows, heads=heads // ranks, device=device)
-    sharded = ShardedAttention(
-        attention, exchange, ranks=ranks, heads=heads, max_rows=rows, **dims, **of_bf16, receiving=receiving
+    sizes = ExchangeSizes(ranks, heads, rows, DN, DR, DV, torch.bfloat16)
+    exchange: Exchange = (
+        Peers.of_group(dist.group.WORLD.group_name, sizes, device)
+        if via == "peers"
+        else Collectives(dist.all_to_all_single, sizes, device)
     )
-    sharded.plan([], rows)
+    sharded = ShardedAttention(attention, exchange, sizes, device)
     q_nope, q_rope = (torch.randn(rows, heads, dim, **of_bf16) for dim in (DN, DR))
     tails, tail_lse = torch.randn(rows, heads, DV, **of_bf16), torch.randn(rows, heads, device=device)
+    shared = [Segment(tuple(range(ranks * rows)), 0, CHUNK_TOKENS, Mode.NAIVE, (0,))]
+    active = torch.ones(1, dtype=torch.int32, device=device)
 
     def everything() -> None:
         sharded.run(0, q_nope, q_rope, 0.1)
         sharded.merge(tails, tail_lse, tails)
 
     def wire() -> None:
-        exchange(sharded._queries_received, sharded._queries_sent)
-        exchange(sharded._results_received, sharded._results_sent)
+        exchange.queries(q_nope, q_rope, rows, active)
+        exchange.results(attention, rows, active)
 
-    return {"all": everything, "wire": wire}
+    return {
+        "all": (everything, lambda: sharded.plan(shared, rows)),
+        "wire": (wire, lambda: sharded.plan(shared, rows)),
+        "idle": (everything, lambda: sharded.plan([], rows)),
+    }
 
 
-def us_a_layer(layer: Callable[[], None]) -> float:
-    """Median over rounds; all ranks begin each together."""
+def us_a_layer(layer: Callable[[], None], prepare: Callable[[], None]) -> float:
+    """Median over rounds; all ranks begin each together. What a layer needs is planned before."""
+    prepare()
     on_gpu = torch.cuda.is_available()
     wait = torch.cuda.synchronize if on_gpu else lambda: None
 
@@ -106,7 +117,7 @@ def run_rank(rank: int, ranks: int, port: int, heads: int, rows: list[int], ways
     report = Report("exchange", out if rank == 0 else None)
     for via, count in itertools.product(ways, rows):
         parts = exchanges(rank, ranks, heads, count, device, via)
-        found = {f"{part}_us": us_a_layer(layer) for part, layer in parts.items()}
+        found = {f"{part}_us": us_a_layer(*layer) for part, layer in parts.items()}
         sent_bytes = 2 * count * (heads - heads // ranks) * (DN + DR + DV)
         case = {"ranks": ranks, "heads": heads, "rows": count, "layers": LAYERS, "sent_bytes": sent_bytes}
         report.add(via, case, found)

@@ -26,6 +26,7 @@ def merge_ranks_kernel(
     tail_lse_ptr,  # float32 [T, H], strides tail_lse_row, tail_lse_head
     out_ptr,  # [R, >= T, H / R, DV], strides out_rank, out_row, out_head, 1
     lse_ptr,  # float32 [R, >= T, H / R], strides lse_rank, lse_row, lse_head
+    active_ptr,  # int32 [1]: 0 where ranks gave nothing back
     heads,
     rank_heads,
     tail_row,
@@ -66,8 +67,9 @@ def merge_ranks_kernel(
     watched = False
     if WATCH:
         watched = tl.load(target_ptr) == number
+    given = in_heads & (tl.load(active_ptr) != 0)
     rank, at = (head // rank_heads).to(tl.int64), head % rank_heads
-    lse = tl.load(lse_ptr + rank * lse_rank + row64 * lse_row + at * lse_head, mask=in_heads, other=float("-inf"))
+    lse = tl.load(lse_ptr + rank * lse_rank + row64 * lse_row + at * lse_head, mask=given, other=float("-inf"))
     shared = lse > float("-inf")
     if (tl.max(shared.to(tl.int32)) > 0) | watched:
         tail_lse = tl.load(tail_lse_ptr + row64 * tail_lse_row + head * tail_lse_head, mask=in_heads, other=0.0)
@@ -94,7 +96,9 @@ def merge_ranks_kernel(
             )  # fmt: skip
 
 
-def merge_ranks(tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor, watched: Watched | None = None) -> None:
+def merge_ranks(
+    tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor, active: Tensor, watched: Watched | None = None
+) -> None:
     """Merge what ranks give back into `tail_out`, in place.
 
     Args:
@@ -102,6 +106,7 @@ def merge_ranks(tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor, wa
         out: `[R, >= T, H / R, dv]`, of R ranks that have `H / R` heads each, in order; lse: `[R, >= T, H / R]` float32,
             natural log, -inf where a rank has no key for a row, whose `out` is not used then. Any strides, last axis of
             both outputs contiguous.
+        active: `[1]` int32 on the device: 0 where ranks gave nothing back, and neither is read.
         watched: whose query and result to copy, if its layer is watched.
     Raises:
         ValueError: a shape or a dtype is not as above.
@@ -120,6 +125,7 @@ def merge_ranks(tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor, wa
         tail_lse,
         out,
         lse,
+        active,
         heads,
         rank_heads,
         *tail_out.stride()[:2],
@@ -136,12 +142,13 @@ def merge_ranks(tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor, wa
 
 
 def merge_ranks_torch(
-    tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor, watched: Watched | None = None
+    tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor, active: Tensor, watched: Watched | None = None
 ) -> None:
     """The same in torch; arguments as of `merge_ranks`."""
     rows, heads, _ = tail_out.shape
     out, lse = (part[:, :rows].transpose(0, 1).reshape(rows, heads, *part.shape[3:]) for part in (out, lse))
     tail_lse = tail_lse.masked_fill(tail_lse == torch.inf, -torch.inf)
+    lse = lse.masked_fill(active == 0, -torch.inf)
     tail_out.copy_(reference.merge(out, lse, tail_out, tail_lse)[0])
     if watched is not None:
         watched.copy(tail_out)

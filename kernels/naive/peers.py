@@ -1,9 +1,7 @@
-"""An exchange between ranks of one host by stores into each other's memory: torch's symmetric memory, no multicast.
+"""Exchange between ranks of one host by stores into each other's memory: torch's symmetric memory, no multicast.
 
-A rank stores what it sends and then waits until all have said that they have stored theirs. Nobody says that a buffer
-may be written again: a rank stores queries of a layer when it has the results of the one before from all ranks, which
-have read its queries by then, and results when it has queries from all of them, which have read the results of the
-layer before by then. So two buffers have to take turns, and each exchange must be one that all ranks are in.
+Both kernels store and wait in one launch (push_to_ranks.py, merge_to_ranks.py), and return at once where a step shares
+nothing: then no rank waits for another.
 """
 
 from __future__ import annotations
@@ -13,29 +11,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .push_to_ranks import WORD, push_to_ranks
+from .attention import SharedAttention
+from .exchange import ExchangeSizes
+from .mailbox import Mailbox
+from .merge_to_ranks import merge_to_ranks
+from .push_to_ranks import push_to_ranks
+from .triton_attention import TritonSharedAttention
+
+ALIGNMENT = 16
 
 
 class Peers:
-    """Of one rank of a process group of torch, all of them GPUs that reach each other's memory."""
+    """An Exchange, see exchange.py, of one rank whose GPU reaches the memory of all others."""
 
-    def __init__(self, group_name: str) -> None:
-        self._group_name = group_name
-        self._buffers: dict[int, tuple[Any, Tensor]] = {}  # by where each begins here
+    always_waits = False
 
-    def zeros(self, count: int, *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """A buffer `[count]` that all ranks can store into; every rank has to ask for as much. Raises what torch does
-        where ranks cannot reach each other's memory."""
-        from torch.distributed import _symmetric_memory as symmetric_memory
+    def __init__(self, queries: Mailbox, results: Mailbox, sizes: ExchangeSizes) -> None:
+        """
+        Args:
+            queries, results: for `sizes.query_values` and `sizes.result_values`.
+        """
+        self._queries, self._results, self._sizes = queries, results, sizes
 
-        buffer = symmetric_memory.empty(count, dtype=dtype, device=device).zero_()
-        handle = symmetric_memory.rendezvous(buffer, self._group_name)
-        addresses = torch.tensor(handle.buffer_ptrs, dtype=WORD, device=device)
-        self._buffers[buffer.data_ptr()] = handle, addresses
-        return buffer
+    @classmethod
+    def of_group(cls, group_name: str, sizes: ExchangeSizes, device: torch.device | str) -> Peers:
+        """Make one in symmetric memory; every rank of torch's process group has to call it at once. Raises what torch
+        does where ranks cannot reach each other's memory."""
+        counts = sizes.query_values, sizes.result_values
+        queries, results = (symmetric_mailbox(group_name, count, sizes.dtype, device) for count in counts)
+        return cls(queries, results, sizes)
 
-    def exchange(self, received: Tensor, sent: Tensor) -> None:
-        """See sharded.Exchange; `received` is the beginning of a buffer from `zeros`, or all of it."""
-        handle, addresses = self._buffers[received.data_ptr()]
-        push_to_ranks(sent, addresses, handle.rank)
-        handle.barrier()
+    @property
+    def workspace_bytes(self) -> int:
+        return self.workspace_bytes_for(self._sizes)
+
+    @staticmethod
+    def workspace_bytes_for(sizes: ExchangeSizes) -> int:
+        return (sizes.query_values + sizes.result_values) * sizes.dtype.itemsize + 2 * 4 * sizes.ranks
+
+    def queries(self, q_nope: Tensor, q_rope: Tensor, each: int, active: Tensor) -> Tensor:
+        push_to_ranks(q_nope, q_rope, self._queries, each, active)
+        return self._sizes.queries(self._queries.received, each).flatten(0, 1)
+
+    def results(self, attention: SharedAttention, each: int, active: Tensor) -> None:
+        assert isinstance(attention, TritonSharedAttention), "of a GPU"
+        merge_to_ranks(*attention.partials, self._results, each, active)
+
+    def received(self, each: int) -> tuple[Tensor, Tensor]:
+        return self._sizes.parts(self._sizes.results(self._results.received, each))
+
+
+def symmetric_mailbox(group_name: str, values: int, dtype: torch.dtype, device: torch.device | str) -> Mailbox:
+    """Return a mailbox for so many values of each rank; every rank of the group has to ask for as many. Raises what
+    torch does where ranks cannot reach each other's memory."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    size = -(-values * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    ranks = torch.distributed.distributed_c10d._resolve_process_group(group_name).size()
+    buffer = symmetric_memory.empty(size + 4 * ranks, dtype=torch.uint8, device=device).zero_()
+    handle: Any = symmetric_memory.rendezvous(buffer, group_name)
+    addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    counts = buffer[size:].view(torch.int32)
+    received = buffer[: values * dtype.itemsize].view(dtype)
+    return Mailbox(received, addresses, counts, addresses + size, handle.rank)

@@ -134,6 +134,11 @@ class TritonSharedAttention:
         capacity, of_plans = cls._capacities(max_rows, plan_rows, segments_per_row, heads, chunks, num_ctas)
         return 4 * (of_plans.max_partial_rows * heads * (v_head_dim + 1) + capacity.size)
 
+    @property
+    def partials(self) -> tuple[Tensor, Tensor, PartialTable]:
+        """Results of the last run, `[P, H, dv]` and lse2 `[P, H]` float32, and which of them each row has."""
+        return self._partial_out, self._partial_lse2, self._planned.table
+
     def try_out(self, query_dtype: torch.dtype) -> None:
         sizes = {1, self._max_rows, self._plan_capacity.max_rows}
         sizes |= {min(tile.block_rows, self._max_rows) for tile in self._tiles}

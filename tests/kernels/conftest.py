@@ -25,7 +25,7 @@ def _bind_to_interpreter() -> None:
         from triton.runtime import interpreter
 
         from sglang_mla_ext.kernels import merge
-        from sglang_mla_ext.kernels.naive import merge_ranks, push_to_ranks  # noqa: F401
+        from sglang_mla_ext.kernels.naive import merge_ranks, merge_to_ranks, push_to_ranks, signals  # noqa: F401
         from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
         from sglang_mla_ext.kernels.storage import (
             append_latent,  # noqa: F401

@@ -38,7 +38,7 @@ from sglang_mla_ext.kernels.storage import append_latent
 from sglang_mla_ext.kernels.storage import expand_prefix
 from sglang_mla_ext.kernels.storage import fetch_latent
 from sglang_mla_ext.kernels import merge
-from sglang_mla_ext.kernels.naive import merge_ranks, push_to_ranks
+from sglang_mla_ext.kernels.naive import merge_ranks, merge_to_ranks, push_to_ranks
 from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
 from sglang_mla_ext.kernels.naive import sm90_naive as naive_prefix_hopper
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb as absorb_hopper
@@ -211,20 +211,33 @@ def compile_merge_ranks():
     numbers = "heads rank_heads out_rank lse_rank " + strides.replace("heads max_rows more_max_rows ", "")
     return compile_for_hopper(
         merge_ranks.merge_ranks_kernel,
-        dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
+        dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32", active_ptr="*i32")
         | dict.fromkeys(numbers.split(), "i32")
         | watch_ptrs,
         dict(DV=dv, RANK=rank, ROPE=dr, WATCH=True, BLOCK_HEADS=512 // dv, LOG2E=merge.LOG2E),
         num_warps=merge_ranks.NUM_WARPS,
     )
 
+mailbox = dict(active_ptr="*i32", buffers_ptr="*i64", signals_ptr="*i64", counts_ptr="*i32")
 merges = dict(
     push_to_ranks=partial(
         compile_for_hopper,
         push_to_ranks.push_to_ranks_kernel,
-        dict(sent_ptr="*i64", buffers_ptr="*i64", part_words="i32", me="i32"),
-        dict(BLOCK=push_to_ranks.BLOCK),
+        dict(first_ptr="*bf16", second_ptr="*bf16")
+        | mailbox
+        | dict.fromkeys("rows each heads first_row first_head second_row second_head me".split(), "i32"),
+        dict(A=dv, B=dr, PAIRS=push_to_ranks.PAIRS, RANKS=4, BLOCK_RANKS=4),
         num_warps=push_to_ranks.NUM_WARPS,
+    ),
+    merge_to_ranks=partial(
+        compile_for_hopper,
+        merge_to_ranks.merge_to_ranks_kernel,
+        dict(partial_out_ptr="*fp32", partial_lse2_ptr="*fp32", table_ptr="*i32", to_ptr="*bf16")
+        | mailbox
+        | dict.fromkeys("each heads max_rows me".split(), "i32"),
+        dict(DV=dv, LSE_COLUMNS=merge_to_ranks.LSE_COLUMNS, FLOAT32S=2, BLOCK_HEADS=merge_to_ranks.BLOCK_HEADS,
+             BLOCKS=merge_to_ranks.BLOCKS, RANKS=4, BLOCK_RANKS=4, FIRSTS=merge.FIRSTS, LN2=merge.LN2),
+        num_warps=merge_to_ranks.NUM_WARPS,
     ),
     merge_ranks=compile_merge_ranks,
 )
@@ -379,7 +392,7 @@ ABSORB = ["absorb64x1", "absorb8x1", "absorb16x4"]
 PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, "absorb_fp8_few_16x1", "absorb_fp8_few_8x2", "expand_bf16", "expand_fp8"]
 MERGES = [f"merge{kind}{watched}" for kind in ("", "_large", "_latent") for watched in ("", "_watched")]
 OTHERS = ["append_latent", "fetch_latent", "fill_page_table", "quantize_query", "join_parts"]
-OTHERS += ["merge_ranks", "push_to_ranks"]
+OTHERS += ["merge_ranks", "merge_to_ranks", "push_to_ranks"]
 # Of 1,024 rows, in two tiles, and of 256, in a third of the time.
 SCHEDULES = ["schedule_tails128x1", "schedule_tails16x4"]
 if TRITON < (3, 8):  # of the oldest SGLang

@@ -17,12 +17,14 @@ from sglang_mla_ext.adapter.prefill.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.prefill.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.adapter.ranks.ranks import tp_group
-from sglang_mla_ext.adapter.ranks.sharded import exchange_over
+from sglang_mla_ext.adapter.ranks.sharded import all_to_all_over
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
-from sglang_mla_ext.kernels.naive.peers import Peers
+from sglang_mla_ext.kernels.naive.collectives import Collectives
+from sglang_mla_ext.kernels.naive.exchange import Exchange, ExchangeSizes
+from sglang_mla_ext.kernels.naive.peers import Peers, symmetric_mailbox
 from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
 from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
@@ -58,16 +60,17 @@ def make_expanding(
     runner, model, counters, memory = context.runner, context.model, context.counters, context.memory
     budget_bytes, prefix_dtype = context.budget_bytes, model.prefix_dtype(context.server.options)
     dims, heads, device, ranks = cost.dims, cost.expanded_heads, runner.device, cost.ranks
-    of_sharded: dict[str, Any] = dict(
+    exchanged = ExchangeSizes(
+        ranks=ranks,
         heads=cost.local_heads,
         max_rows=max_rows,
-        qk_nope_head_dim=dims.qk_nope_head_dim,
-        qk_rope_head_dim=dims.qk_rope_head_dim,
-        v_head_dim=dims.v_head_dim,
+        nope=dims.qk_nope_head_dim,
+        rope=dims.qk_rope_head_dim,
+        dv=dims.v_head_dim,
         dtype=model.dtype,
     )
     if ranks > 1:
-        taken_bytes += ShardedAttention.workspace_bytes_for(**of_sharded)
+        taken_bytes += (Peers if by_stores else Collectives).workspace_bytes_for(exchanged)
     sizes = expanded_sizes(context.server, model, heads)
     chunk_bytes = ExpandedBuffers.bytes_per_chunk(**sizes)
     tiles = naive_tiles(cost.rates, prefix_dtype)
@@ -93,12 +96,12 @@ def make_expanding(
         first_head = 0
         if ranks > 1:
             group, first_head = tp_group(), heads * tp_group().rank_in_group
-            of_sharded |= dict(ranks=ranks, device=buffers.device, memory=memory)
-            exchange = exchange_over(group)
-            if by_stores:
-                peers = Peers(group.device_group.group_name)
-                exchange, of_sharded["receiving"] = peers.exchange, peers.zeros
-            shared = ShardedAttention(shared, exchange, **of_sharded)
+            exchange: Exchange = (
+                Peers.of_group(group.device_group.group_name, exchanged, buffers.device)
+                if by_stores
+                else Collectives(all_to_all_over(group), exchanged, buffers.device, memory)
+            )
+            shared = ShardedAttention(shared, exchange, exchanged, buffers.device)
         shared.try_out(model.dtype)
         expander = Expander(model.layers, latent_rows(runner.token_to_kv_pool), buffers, first_head)
         expander.try_out()
@@ -124,7 +127,7 @@ def reach_each_other(group: GroupCoordinator) -> bool:
     """Whether this rank can store into the memory of all others; all of them have to ask at once."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        Peers(group.device_group.group_name).zeros(1, dtype=torch.uint8, device=device)
+        symmetric_mailbox(group.device_group.group_name, 1, torch.uint8, device)
     except Exception as error:
         logger.info("hybrid_mla: ranks exchange by NCCL, because they do not reach each other's memory: %s", error)
         return False

@@ -249,7 +249,7 @@ def gather_over(group: GroupCoordinator) -> Gather:
     return gather
 
 
-def exchange_over(group: GroupCoordinator) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """See kernels.naive.sharded.Exchange; SGLang's own, which CUDA graphs can hold."""
-    exchange: Callable[[torch.Tensor, torch.Tensor], None] = group._all_to_all_single
-    return exchange
+def all_to_all_over(group: GroupCoordinator) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """See kernels.naive.collectives.AllToAll; SGLang's own, which CUDA graphs can hold."""
+    all_to_all: Callable[[torch.Tensor, torch.Tensor], None] = group._all_to_all_single
+    return all_to_all

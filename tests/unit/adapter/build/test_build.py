@@ -113,7 +113,7 @@ def test_a_rank_expands_its_own_heads(world: World, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(assemble, "make_expanding", of_two)
     monkeypatch.setattr(expanding, "tp_group", lambda: SimpleNamespace(rank_in_group=1))
-    monkeypatch.setattr(expanding, "exchange_over", lambda group: lambda received, sent: received.copy_(sent))
+    monkeypatch.setattr(expanding, "all_to_all_over", lambda group: lambda received, sent: received.copy_(sent))
     world.make("cpu")
     ((buffers, _, expander),) = made
     assert buffers.heads == HEADS // 2 and expander._heads == slice(HEADS // 2, HEADS)

@@ -96,14 +96,13 @@ def test_who_may_store_into_the_memory_of_others(nodes: int, how: str, expected:
 def test_ranks_that_reach_no_others_memory_exchange_by_nccl(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def zeros(peers: expanding.Peers, count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def mailbox(*args: object) -> None:
         if not reached:
             raise RuntimeError("no handle")
-        return torch.zeros(count, dtype=dtype)
 
     group = SimpleNamespace(device_group=SimpleNamespace(group_name="all"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(expanding.Peers, "zeros", zeros)
+    monkeypatch.setattr(expanding, "symmetric_mailbox", mailbox)
     caplog.set_level(logging.INFO)
     for reached in (True, False):
         assert expanding.reach_each_other(group) == reached

@@ -1,0 +1,45 @@
+"""Signals between programs of different ranks: a rank counts, in its own memory, the programs of each rank that have
+stored what is for it.
+
+A program stores into another rank's memory and then adds one to its count there, with release order at system scope;
+the receiver polls its counts with acquire order and sets them back to zero. Nobody says that a buffer may be written
+again. Two exchanges take turns instead: a rank sends queries of the next layer when it has the results of this one from
+all ranks, which have read its queries by then, and results when it has queries from all ranks, which have read the
+results of the layer before by then. So counts are zero again before anybody adds to them, if all ranks are in every
+exchange.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def signal(signals_ptr, rank, me):
+    """Tell a rank that a program has stored its part.
+
+    Args:
+        signals_ptr: int64 [R], the address of each rank's counts, int32 [R]. me: this rank.
+    """
+    tl.debug_barrier()  # the other threads of the program have stored, too
+    counts_ptr = tl.load(signals_ptr + rank).to(tl.pointer_type(tl.int32))
+    tl.atomic_add(counts_ptr + me, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for_all(counts_ptr, expected, RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr):
+    """Return when so many programs of each rank have signalled, and set the counts back.
+
+    The last program of a grid calls it: those before it have a place on the GPU by then, or they would wait for it.
+
+    Args:
+        counts_ptr: int32 [R], of this rank.
+    """
+    rank = tl.arange(0, BLOCK_RANKS)
+    there = rank < RANKS
+    arrived = 0
+    while arrived < RANKS:
+        counts = tl.atomic_add(counts_ptr + rank, 0, mask=there, sem="acquire", scope="sys")
+        arrived = tl.sum((there & (counts >= expected)).to(tl.int32), 0)
+    tl.store(counts_ptr + rank, 0, mask=there)
