@@ -139,7 +139,7 @@ def scenario_new_tokens_join_a_step_that_verifies_drafts() -> None:
         return
     assert world.iteration() == [("TARGET_VERIFY", 5, 15)]
     assert world.results == {"decoded": [9.0, 10.0, 11.0, 12.0, 13.0, 14.0], "new": [1.0, 6.0]}
-    assert [result.of for _, result in world.scheduler.processed] == ["decoded", "new"]
+    assert [result.of for _, result in world.scheduler.processed] == ["new", "decoded"]
     (segment,) = world.plans[0].segments
     assert segment.rows == (0, 1, 2, 3) and segment.tokens == SHARED
     assert not world.plans[1].segments, "what is computed already shares nothing"

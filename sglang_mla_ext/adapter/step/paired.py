@@ -96,7 +96,8 @@ class PairedSteps:
         self.layout: Units | None = None
         self._units: Units | None = None  # the same, until the draft is extended over them
         self._result: Any = None  # of these tokens
-        self._decoded: list[tuple[Any, ScheduleBatch, Any]] = []  # by results of new tokens: those to process first
+        self._decoded: list[tuple[Any, ScheduleBatch, Any]] = []  # by results of new tokens: those to process with them
+        self._processed: Any = None  # a result that SGLang is still to hand over
         self._kept: deque[list[Any]] = deque(maxlen=KEPT_ITERATIONS)
 
     def begin(self, table: torch.Tensor, page: int, draft_worker: Any) -> None:
@@ -127,20 +128,31 @@ class PairedSteps:
             decoded = original(scheduler, decoding)
             if scheduler.enable_overlap:
                 scheduler._apply_war_barrier()
+                self._process_waiting(scheduler)
             of_new = original(scheduler, batch, *args)
         finally:
             self._joins, self._new, self.layout, self._result, self._units = False, None, None, None, None
         self._decoded.append((of_new, decoding.copy(), decoded))
         return of_new
 
-    def process(self, original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> Any:
-        """`Scheduler.process_batch_result`: of a pair, the running requests' first."""
+    def _process_waiting(self, scheduler: Scheduler) -> None:
+        """Process the result of the iteration before while the model runs. SGLang does so when all of this iteration is
+        launched, and tokens would come later by the launches of the new tokens' own part."""
+        for batch, result in scheduler.result_queue:  # one at most
+            scheduler.process_batch_result(batch, result)
+            self._processed = result
+
+    def process(self, original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> None:
+        """`Scheduler.process_batch_result`: of a pair, the new requests' first, which wait for their first tokens."""
+        if self._processed is not None and result is self._processed:
+            self._processed = None
+            return
+        original(scheduler, batch, result)
         for of_new, decoding, decoded in self._decoded:
             if of_new is result:
                 self._decoded = [pair for pair in self._decoded if pair[0] is not result]
                 original(scheduler, decoding, decoded)
                 break
-        return original(scheduler, batch, result)
 
     # ---- a pass
 

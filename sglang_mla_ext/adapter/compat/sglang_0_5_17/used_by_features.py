@@ -185,7 +185,7 @@ USED_BY_FEATURES = {
             managers.schedule_policy.AddReqResult: OTHER
         drafts are verified with new tokens
             managers.scheduler.Scheduler: run_batch(self, batch) process_batch_result(self, batch, result)
-                update_running_batch(self, batch) _apply_war_barrier(self) batch_record_buf enable_overlap
+                update_running_batch(self, batch) _apply_war_barrier(self) batch_record_buf enable_overlap result_queue
             managers.schedule_batch.ScheduleBatch: has_grammar out_cache_loc prefill_input_ids_cpu req_pool_indices
             model_executor.forward_batch_info.ForwardBatch: input_ids
         slots that are left for a prompt in pieces

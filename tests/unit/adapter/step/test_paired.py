@@ -169,6 +169,7 @@ class Scheduler:
         self.enable_overlap, self.batch_record_buf = overlap, [["a"], ["b"]]
         self.ran: list[str] = []
         self.processed: list[tuple[str, str]] = []
+        self.result_queue: list[tuple[Any, Any]] = []
         self.barriers = 0
         self.ends = False
 
@@ -193,26 +194,34 @@ class Scheduler:
 
         return self.paired.run(original, self, batch)
 
-    def process(self, batch: Any, result: Any) -> None:
+    def process_batch_result(self, batch: Any, result: Any) -> None:
         def original(scheduler: Any, one: Any, of: Any) -> None:
             self.processed.append((one.name, of.of))
 
         self.paired.process(original, self, batch, result)
 
 
-def test_running_requests_run_first_and_are_processed_first() -> None:
-    scheduler, first, second = Scheduler(), Scheduler.batch_of("first", 1), Scheduler.batch_of("second", 1)
-    scheduler.paired.chosen = first
-    of_first = scheduler.run(first)
-    scheduler.paired.chosen = second
-    of_second = scheduler.run(second)  # before the first result is processed
-    assert scheduler.ran == ["running", "first", "running", "second"] and scheduler.barriers == 2
-    assert (of_first.of, of_second.of) == ("first", "second") and scheduler.paired.joining() is None
-    scheduler.process(first, of_first)
-    scheduler.process(second, of_second)
-    assert scheduler.processed == [("running", "running"), ("first", "first"), ("running", "running"), ("second",) * 2]
-    scheduler.process(second, of_second)
-    assert scheduler.processed[4:] == [("second", "second")]
+@pytest.mark.parametrize("overlap", [True, False])
+def test_running_requests_run_first_and_new_ones_are_processed_first(overlap: bool) -> None:
+    """With overlap, the iteration before is processed once this one's running requests are launched, and only once."""
+    scheduler = Scheduler(overlap=overlap)
+    batches = [Scheduler.batch_of(name, 1) for name in ("first", "second", "third")]
+    of_first = [("first", "first"), ("running", "running")]
+    for number, batch in enumerate(batches[:2]):
+        scheduler.paired.chosen = batch
+        result = scheduler.run(batch)
+        assert scheduler.processed == (of_first if overlap and number else [])
+        scheduler.result_queue.append((batch, result))
+    assert scheduler.ran == ["running", "first", "running", "second"] and scheduler.barriers == 2 * overlap
+    assert result.of == "second" and scheduler.paired.joining() is None
+    scheduler.process_batch_result(*scheduler.result_queue.pop(0))
+    assert scheduler.processed == of_first
+    result = scheduler.run(batches[2])  # no pair
+    assert scheduler.processed == of_first
+    scheduler.process_batch_result(*scheduler.result_queue.pop(0))
+    assert scheduler.processed == [*of_first, ("second", "second"), ("running", "running")]
+    scheduler.process_batch_result(batches[2], result)
+    assert scheduler.processed[4:] == [("third", "third")]
 
 
 @pytest.mark.parametrize("alone", ["not chosen", "nobody runs", "no memory", "all end"])
@@ -221,7 +230,7 @@ def test_new_tokens_alone(alone: str) -> None:
     scheduler.ends = alone == "all end"
     batch = Scheduler.batch_of("new", 1)
     scheduler.paired.chosen = Scheduler.batch_of("another", 1) if alone == "not chosen" else batch
-    scheduler.process(batch, scheduler.run(batch))
+    scheduler.process_batch_result(batch, scheduler.run(batch))
     assert scheduler.ran == ["new"] and scheduler.processed == [("new", "new")]
 
 
