@@ -7,7 +7,7 @@ once its client has heard of the end. The question is prefilled in one of two wa
   takes those who come meanwhile. Its time is the larger of what the GPU needs and what the host needs for the launches;
 - mixed (mixed.py): new tokens join decode steps, in the order of their requests, so many in each as may; where too
   many wait they take a pass. With DP attention they have mixed passes of their own, without running requests, where
-  those are faster than an eager pass.
+  those are faster than an eager pass. Running requests, which SGLang 0.5.23 may have in them, are not predicted there.
 
 With drafts a step verifies them, drafting is part of it, and it adds several tokens to a request.
 

@@ -17,7 +17,8 @@ LEAST_NEW, MOST_NEW = 256, 1024
 """New tokens of a step that a server allows where the user names no number. With few running requests the former make
 a step more than twice as long, but a pass of their own would be longer still: first tokens come sooner so."""
 MOST_NEW_ALONE = 512
-"""The same with DP attention, where such a step has no running requests."""
+"""The same with DP attention, where such a step has no running requests with SGLang 0.5.17 or without prefill graphs.
+Where it has, they would wait for a step of so many new tokens in any case, and then for their own."""
 MOST_STEPS, MOST_WAITING = 6, 3072
 """Mixed steps that the tokens that wait may take, and tokens. More would come sooner in an eager pass, which takes as
 long as about so many, and serves all who wait at its end."""
@@ -64,8 +65,8 @@ def pass_layer_seconds(of: Deployment) -> float:
 
 
 def allowed(of: Deployment, *, slower: float = SLOWER) -> int:
-    """Return the new tokens that a server mixes into a step unless it is told. With DP attention the most there are:
-    such a step has no running requests, which would wait for a token."""
+    """Return the new tokens that a server mixes into a step unless it is told. With DP attention the most that a step
+    without running requests has."""
     return MOST_NEW_ALONE if of.dp > 1 else max(LEAST_NEW, bound(of, REQUESTS, PROMPT, TAIL, slower=slower))
 
 

@@ -15,6 +15,8 @@ import torch
 from test_engine_gpu import BATCH, NEW_TOKENS, all_answers, differences_of, make_model
 from test_speculative_gpu import DRAFTS, FLASHINFER, FP8, MODES, STOCK, TRUTH, check
 
+from sglang_mla_ext.adapter.compat import installed
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 # SGLang 0.5.17's own all-reduces hang on hosts without NVLink multicast, whatever the attention backend.
@@ -48,7 +50,9 @@ def check_ranks(found: dict[str, dict], largest_group: int) -> None:
             assert counters[mode] > NEW_TOKENS // 2, (name, counters)
             # One more where requests are sent in turn: the one that says when they decode.
             assert largest_group <= counters["max_group_size"] <= largest_group + 1, (name, counters)
-            assert counters["fallbacks"] == {} and counters["rows_as_prefill"] == 0, (name, counters)
+            # Where a rank with other requests prefills, SGLang 0.5.23 has rows that decode in prefill graphs.
+            as_prefill = largest_group < BATCH and installed.shares_in_prefill_graphs()
+            assert counters["fallbacks"] == {} and (as_prefill or counters["rows_as_prefill"] == 0), (name, counters)
 
 
 def test_ranks_that_divide_the_heads(tmp_path: Path) -> None:

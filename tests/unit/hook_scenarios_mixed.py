@@ -137,13 +137,14 @@ def scenario_a_draft_or_a_server_without_mixed_steps_takes_what_sglang_gives() -
 
 
 def scenario_a_rank_whose_new_tokens_are_rows_votes_as_one_that_decodes() -> None:
-    """Where nobody prefills it world, and otherwise its pass is the extend that it was. It mixes nothing."""
+    """Where nobody prefills it decodes, and otherwise its pass is the extend that it was, with running requests in it,
+    too. Without prefill graphs it mixes none with them."""
     from sglang.srt.managers.scheduler_components import dp_attn
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     world = MixedPasses(syncs=True)
     server = world.server
-    assert not server.session.admission.mixes
+    assert server.session.admission.mixes is (server.session.admission.rule._prefill_rows > 0)
     cases = (False, True, "DECODE"), (True, True, "EXTEND"), (False, False, "DECODE")
     for others_prefill, graphs, mode in cases:
         server.of_sync = {"others_prefill": others_prefill, "disable_cuda_graph": not graphs}
@@ -151,6 +152,12 @@ def scenario_a_rank_whose_new_tokens_are_rows_votes_as_one_that_decodes() -> Non
         assert ran == mode and logits == LAST
         assert server.said == (False, graphs, ForwardMode.DECODE.value)
     assert dict(world.server.counters.not_mixed) == {"rank_prefilling": 1}
+    for others_prefill, ran in (False, ("DECODE", 6, True)), (True, ("MIXED", 3, False)):
+        server.of_sync = {"others_prefill": others_prefill, "disable_cuda_graph": False}
+        assert world.forward("MIXED", decoding=1) == ([ran], LAST)
+        assert server.said == (False, True, ForwardMode.DECODE.value)
+    counters = world.server.counters
+    assert (counters.steps_mixed, counters.not_mixed["rank_prefilling"]) == (1, 2) and not counters.fallbacks
     assert dp_attn.prepare_mlp_sync_batch_raw(None, others_prefill=True, disable_cuda_graph=False) is None
     server.session.admission.votes = False
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)

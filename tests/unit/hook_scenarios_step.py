@@ -418,6 +418,9 @@ def scenario_prefill_over_a_plan_has_keys_per_head_but_in_a_captured_graph() -> 
             assert bool(asked) is on_gpu
             asked.clear()
 
+    server.coming.absorbs = True  # as chosen for a pass with running requests in it
+    assert of_ours(layer, planned) is method.MLA and asked == [], "in a graph or not"
+
     plain = server.forward("EXTEND", server.run("alone"), prefix_lens=[5 * PAGE], new_tokens=[7])
     plain.seq_lens_cpu = [10**9]  # too long for one shot
     torch.cuda.is_available = lambda: True

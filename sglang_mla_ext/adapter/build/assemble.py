@@ -110,7 +110,9 @@ def build(
         hand_over_queries(model.layers)
     if shared is not None or (prefill is not None and prefill_graph is not None):
         merge_before_o_proj(model.layers, backend.merge)
-    return backend, steps, make_rule(context, cost, prefixes, latent, prefill)
+    absorbs = all_ranks_agree()(prefill_graph is not None)
+    rule = make_rule(context, cost, prefixes, latent, prefill, prefill_rows=server.prefill.graph_rows if absorbs else 0)
+    return backend, steps, rule
 
 
 def warn_of_vain_options(server: Server) -> None:
@@ -216,9 +218,19 @@ def make_steps(
 
 
 def make_rule(
-    context: Context, cost: CostModel, prefixes: Sharing, latent: LatentAttention, prefill: PrefillSharing | None
+    context: Context,
+    cost: CostModel,
+    prefixes: Sharing,
+    latent: LatentAttention,
+    prefill: PrefillSharing | None,
+    *,
+    prefill_rows: int,
 ) -> MixedRule:
-    """Make the rule of when new tokens are rows of the decode graph; never where the server mixes none."""
+    """Make the rule of when new tokens are rows of the decode graph; never where the server mixes none.
+
+    Args:
+        prefill_rows: of the largest pass as in a prefill graph, on all ranks with heads of the same requests.
+    """
     server = context.server
     return MixedRule(
         tokens=server.mixing.tokens,
@@ -229,6 +241,7 @@ def make_rule(
         grouped=latent.grouped_page is not None,
         expands_once=prefill is not None and prefill.transient is not None,
         graphs=prefill.costs if prefill is not None and server.device.on_gpu else None,
+        prefill_rows=prefill_rows,
         agree=all_ranks_agree(),
         query_tokens=server.query_tokens,
     )

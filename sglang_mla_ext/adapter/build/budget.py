@@ -229,7 +229,7 @@ def max_rows(requests: int, query_tokens: int, mixed_tokens: int = 0, *, alone: 
         requests: of SGLang's pool of requests.
         query_tokens: of each, which are its rows.
         mixed_tokens: new tokens mixed in, in units of as many.
-        alone: these have steps without running requests, as with DP attention.
+        alone: these have steps without running requests, or the rows that these leave, as with DP attention.
     """
     running, mixed = (min(count, MAX_ROWS // query_tokens) for count in (requests, mixed_tokens // query_tokens))
     return (max(running, mixed) if alone else running + mixed) * query_tokens

@@ -54,8 +54,7 @@ class PromptNames:
             key: of the names, the same on all ranks.
         """
         self._key, self._chunk_tokens = key, chunk_tokens
-        # Of every request that SGLang still has, with the prompt that was named, which an abort replaces. One that
-        # decodes is not in a batch whose new tokens are rows.
+        # Of every request that SGLang still has, with the prompt that was named, which an abort replaces.
         self._names: WeakKeyDictionary[Req, tuple[Any, Names]] = WeakKeyDictionary()
 
     def __call__(self, req: Req) -> Names:
@@ -226,7 +225,8 @@ class ShardedSteps:
 
     def _given(self) -> tuple[list[Names], list[int]]:
         """Names and rows of the batch's requests: of all of a prompt's tokens where it is decoded, and of what is
-        cached of it where new tokens are rows."""
+        cached of it where new tokens are rows. In a mixed batch all of a running request's prompt is cached, and its
+        token is one row."""
         batch, size = self._batch, self._chunk_tokens
         if batch is None or batch.forward_mode.is_idle():
             return [], []

@@ -1,9 +1,9 @@
 """Votes of DP-attention ranks on mixing new tokens into a pass.
 
-If one of them prefills, SGLang runs the pass on all of them without CUDA graphs, where decode shares nothing. A rank
-whose new tokens are rows of a decode step says that it decodes, so the others keep their graphs. They are rows only if
-nobody prefills; otherwise its pass is the extend that it was. It mixes nothing into running requests: such a batch
-could not go back.
+If one of them prefills, SGLang runs the pass on all of them without decode graphs, and decode shares nothing: with
+0.5.23 in the prefill graph, where that holds the passes of all ranks, otherwise without graphs. A rank whose new tokens
+are rows of a decode step, perhaps beside running requests, says that it decodes, so the others keep their graphs. They
+are rows only if nobody prefills; otherwise its pass is the extend that it was.
 
 Here is only what a rank says and what follows from what all said; SGLang makes the exchange.
 """

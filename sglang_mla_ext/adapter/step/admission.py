@@ -7,10 +7,16 @@ request can be T rows of it (mixed.py). A batch of new tokens is one of these:
 - plain prefill: a pass of its own;
 - mixed: rows of the decode graph beside running requests, through SGLang's own MIXED batches;
 - alone: rows of the decode graph, nobody running beside them;
-- by vote: alone, with DP attention, if no other rank prefills (voting.py);
+- by vote: either of them, with DP attention, if no other rank prefills (voting.py);
 - paired: rows of a step of running requests that verifies drafts (paired.py).
 
 What the ranks of sharded prefixes agreed on for the pass is part of the choice.
+
+A mixed batch that another rank refuses, because it prefills, cannot go back: its running requests are in it. It runs as
+the MIXED batch that it is, by absorb, which reads each request's latent rows once for all heads: in SGLang's prefill
+graph, or where that does not hold the pass of some rank, with the same attention and no graph. So nothing is mixed with
+DP attention where prefill has no such graphs. SGLang does the same on the ranks that decode beside one that prefills:
+it makes their batches extends of one token a request, so that all ranks replay the prefill graph.
 
 SGLang mixes by a flag of the server, and then in every prefill pass. Here the flag is set for each batch, because an
 eager mixed pass would expand the whole prefix for every running request. The flag is read twice in
@@ -47,7 +53,8 @@ if TYPE_CHECKING:
 
 PASSES_IN_A_ROW = 16
 """Batches that are made for passes of their own after one that was made to be mixed and is not, because a pass is
-sooner or SGLang does not mix it: cut to the bound, it is a pass that serves few of those who wait."""
+sooner, SGLang does not mix it, or another rank prefills: cut to the bound, it is a pass that serves few of those who
+wait."""
 FIRST_GUESS = 128.0
 """New tokens of a request, before there was one."""
 
@@ -58,8 +65,7 @@ class Admission:
     Attributes:
         rule: when new tokens are rows of the decode graph.
         mixes: whether running requests and new tokens may be in one batch.
-        votes: whether ranks with batches of their own agree on each pass (DP attention). A mixed batch could not go
-            back, so nothing is mixed there.
+        votes: whether ranks with batches of their own agree on each pass (DP attention).
         paired: where running requests verify drafts, what is mixed in place of SGLang's own batches.
     """
 
@@ -76,8 +82,9 @@ class Admission:
 
     def begin(self, runner: ModelRunner, *, votes: bool) -> None:
         """SGLang has captured its graphs."""
-        self.votes, self.mixes = votes, self.mixes and not votes
-        self.rule.begin(runner)
+        self.votes = votes
+        self.rule.begin(runner, votes=votes)
+        self.mixes = self.mixes and self.rule.mixed_rows > 0
         if self.paired.possible:
             drafting = getattr(self._scheduler.draft_worker, "draft_worker", None)
             self.paired.begin(runner.req_to_token_pool.req_to_token, self._scheduler.page_size, drafting)
@@ -91,10 +98,12 @@ class Admission:
         new_tokens = forward_batch.extend_seq_lens_cpu or ()
         if (chosen := self._paired_pass(batch, forward_batch)) is not None:
             return chosen
+        decoding = len(batch.decoding_reqs or ())
         if self._in_decode_graph(batch, votes=self.votes):
-            chosen = Pass(Kind.DECODE, Rows.of(new_tokens), mixed=True, decoding=len(batch.decoding_reqs or ()))
+            chosen = Pass(Kind.DECODE, Rows.of(new_tokens), mixed=True, decoding=decoding)
         elif (kind := Kind.of(forward_batch.forward_mode)) is Kind.PREFILL:
-            chosen = Pass(kind, Rows.of(new_tokens))
+            # With keys per head the whole history of each running request would be expanded for its one row.
+            chosen = Pass(kind, Rows.of(new_tokens), decoding=decoding, absorbs=decoding > 0)
         else:
             chosen = Pass(kind, Rows(len(batch.reqs), self.steps.query_tokens if kind is Kind.VERIFY else 1))
         sharded = self.steps.sharded
@@ -120,9 +129,9 @@ class Admission:
         """
         if not self.rule.tokens or self.paired.possible or not batch.forward_mode.is_extend():
             return False
-        if batch.forward_mode.is_mixed():
-            return True
-        return self._voting.agreed_on(batch) if votes else is_extend(batch) and self.rule.allows(batch)
+        if votes:
+            return self._voting.agreed_on(batch)
+        return batch.forward_mode.is_mixed() or (is_extend(batch) and self.rule.allows(batch))
 
     # ---- ranks with batches of their own
 
@@ -137,6 +146,9 @@ class Admission:
         # Not guarded: a rank that kept a prefill pass while the others replay a decode graph would hang them all.
         if self._voting.close(found):
             self.rule.count_refused(NotMixed.RANK_PREFILLING)
+            cut = self._scheduler.waiting_queue or self._scheduler.chunked_req is not None
+            if found.forward_mode.is_mixed() and cut:
+                self._passes = PASSES_IN_A_ROW
         return found
 
     @guarded(Fallback.OPEN_VOTE)

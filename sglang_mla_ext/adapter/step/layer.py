@@ -37,7 +37,7 @@ _ours: Collection[int] = frozenset()
 def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any:
     """Which of the layer's forward methods a phase takes: keys per head, in chunks, for prefill over expanded prefixes.
 
-    Otherwise FlashMLA's choice, and always absorb on the CPU.
+    Otherwise FlashMLA's choice, and always absorb in a pass that was chosen for it, and on the CPU.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
@@ -45,7 +45,7 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
         expanded = passes.now.prefill is not None and not absorbs_prefill()
     if expanded:
         return handlers.AttnForwardMethod.MHA_CHUNKED_KV
-    if not torch.cuda.is_available():
+    if passes.now.absorbs or not torch.cuda.is_available():
         return handlers.AttnForwardMethod.MLA
     return handlers.AttentionBackendRegistry.get_handler("flashmla")(attention, forward_batch)
 

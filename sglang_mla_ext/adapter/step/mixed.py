@@ -58,6 +58,7 @@ class MixedRule:
         grouped: bool,
         expands_once: bool = False,
         graphs: PassCosts | None = None,
+        prefill_rows: int = 0,
         agree: Callable[[bool], bool] = bool,
         query_tokens: int = 1,
     ) -> None:
@@ -66,16 +67,28 @@ class MixedRule:
             grouped: whether rows of one request can read its own history together.
             expands_once: whether a pass makes keys and values that are not expanded once for all its requests.
             graphs: of passes in prefill graphs; None where there are none.
+            prefill_rows: of the largest such pass, also where it runs without its graph; 0 where there is none.
             agree: whether all ranks that compute together say yes; each of them asks.
         """
         self.tokens, self.most_rows, self.query_tokens = tokens, most_rows, query_tokens
         self._prefixes, self._cost, self._counters = prefixes, cost, counters
         self._modes = [Mode.ABSORB, *([Mode.GROUPED_ABSORB] if grouped else [])]
         self._expands_once, self._agree = expands_once, agree
-        self._graphs = graphs
+        self._graphs, self._prefill_rows, self._votes = graphs, prefill_rows, False
 
-    def begin(self, runner: ModelRunner) -> None:
-        """SGLang has captured its graphs: log how far they reach."""
+    @property
+    def mixed_rows(self) -> int:
+        """Rows that a pass with running requests may have; 0 where new tokens have passes of their own. One that other
+        ranks refuse is a pass as in a prefill graph."""
+        return min(self.most_rows, self._prefill_rows) if self._votes else self.most_rows
+
+    def begin(self, runner: ModelRunner, *, votes: bool = False) -> None:
+        """SGLang has captured its graphs: log how far they reach.
+
+        Args:
+            votes: ranks may refuse what others would mix.
+        """
+        self._votes = votes
         if self.tokens and (graphs := runner.decode_cuda_graph_runner) is not None:
             self.most_rows = min(self.most_rows, graphs.max_bs * self.query_tokens)
             logits_gib = graphs.max_bs * self.query_tokens * runner.model_config.vocab_size * 4 / (1 << 30)
@@ -113,7 +126,8 @@ class MixedRule:
     def room(self, running: int) -> int:
         """Return the rows that new tokens may have beside so many running requests."""
         taken = self.query_tokens * running
-        return self.most_rows - taken if taken <= MAX_ROWS else 0
+        most = self.mixed_rows if running else self.most_rows
+        return most - taken if taken <= MAX_ROWS else 0
 
     def count_refused(self, reason: NotMixed) -> None:
         self._counters.not_mixed[reason.code] += 1

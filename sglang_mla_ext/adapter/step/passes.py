@@ -71,12 +71,12 @@ class Pass:
         rows: of each of its requests.
         plan: of a decode or verify step, what its requests share.
         prefill: of prefill, what is attended to in expanded form; None where nothing is.
-        absorbs: a prefill by absorb that may share, without a CUDA graph (prefill_graph.py).
+        absorbs: a prefill by absorb that may share, with or without a CUDA graph (prefill_graph.py).
         leaves_graph: a prefill that is sooner without its CUDA graph.
         way: of a decode or verify step; set when it begins.
         takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
-        mixed: whether it computes new tokens as rows of the decode graph (mixed.py). decoding: in such a pass, so many
-            of its requests, the last ones, decode.
+        mixed: whether it computes new tokens as rows of the decode graph (mixed.py). decoding: in such a pass, and in
+            a prefill, so many of its requests, the last ones, decode.
         joined: the batch whose new tokens are in a verify step (paired.py). done: results of a pass whose tokens were.
         as_rows: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
         only_last_rows: whether its logits are of these alone.

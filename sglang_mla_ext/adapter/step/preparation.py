@@ -127,10 +127,12 @@ class Preparation:
             self._steps.fail(Fallback.SHADOW_CHECK, error)
 
     def count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
-        """Of a decode or verify step that SGLang runs as prefill."""
+        """Of a decode or verify step that SGLang runs as prefill, and of requests that decode in one."""
         planned_as = forward_batch._original_forward_mode  # None where it is still that
         if planned_as is not None and Kind.of(planned_as).is_step:
             self._steps.counters.rows_as_prefill += forward_batch.batch_size * self._query_tokens
+        elif passes.now.kind is Kind.PREFILL and passes.now.decoding:
+            self._steps.counters.rows_as_prefill += passes.now.decoding
 
     def _write_plan(self, step: Pass, forward_batch: ForwardBatch, *, needed: bool) -> bool:
         """Bring a step's plan to the device, if it is not there; whether it shares anything.

@@ -52,7 +52,7 @@ class PrefillSharing:
             leave, and give its lse.
         transient: what expands for a pass alone; None where nothing does. It expands where SGLang would, and with
             `always` in any case.
-        absorbs: passes run by absorb and share without CUDA graphs, see prefill_graph.py.
+        absorbs: all passes run by absorb and share without CUDA graphs, see prefill_graph.py.
         costs: of passes in prefill graphs and outside of them; None where there are no such graphs.
     """
 
@@ -83,14 +83,17 @@ class PrefillSharing:
         plan = prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0, shared=shared)
         if self.transient is not None and (affordable or self.always or costs is not None):
             pays = costs.pays_alone if costs is not None else None
+            # The one row of a request that decodes never gains as much as it takes to expand keys for this pass alone.
+            new = len(reqs) - step.decoding
+            lens = [*prefix_lens[:new], *plan.prefix_lens[new:]]
             transient = self.transient.plan(
-                reqs, prefix_lens, plan.prefix_lens, step.rows, always=self.always, pays=pays, shared=shared
+                reqs, lens, plan.prefix_lens, step.rows, always=self.always, pays=pays, shared=shared
             )
         ends = plan.prefix_lens if transient is None else transient.ends
         if costs is not None:
             made = transient.expanded_tokens if transient is not None else 0
             of_pass = prefix_lens, ends, new_tokens, made
-            step.leaves_graph = costs.eager(*of_pass) < costs.in_graph(*of_pass)
+            step.leaves_graph = not step.decoding and costs.eager(*of_pass) < costs.in_graph(*of_pass)
         if (costs is None or step.leaves_graph) and not self.can_finish(prefix_lens, ends):
             return None
         return self.make_plan(plan, step.rows, transient)
@@ -172,7 +175,7 @@ class Steps:
         if self._reached:
             self._reached, self._next_pause = False, FIRST_PAUSE
         kind, verifies = step.kind, step.kind is Kind.VERIFY
-        step.absorbs = kind is Kind.PREFILL and self._prefill is not None and self._prefill.absorbs
+        step.absorbs |= kind is Kind.PREFILL and self._prefill is not None and self._prefill.absorbs
         if step.sharded is not None:
             self.counters.steps_sharded += 1
         repaired = self._repair()
@@ -184,7 +187,8 @@ class Steps:
                     self.shadow.judge()
                 if kind is Kind.PREFILL:
                     prefill = self._prefill
-                    affordable = prefill.affordable(prefix_lens) if prefill is not None else 0
+                    expanded = prefix_lens[: len(reqs) - step.decoding]  # by SGLang, which absorbs those that decode
+                    affordable = prefill.affordable(expanded) if prefill is not None else 0
                     shared = self._expand_before(reqs, running, affordable)
                     if prefill is not None:
                         of_pass = reqs, prefix_lens, new_tokens, affordable
@@ -292,7 +296,9 @@ class Steps:
         """
         if self._expander is None:
             return None
-        running = [req for req in running if not req.finished()]
+        # Where others prefill, the batch of those that decode runs as a prefill itself.
+        of_pass = set(map(id, reqs))
+        running = [req for req in running if not req.finished() and id(req) not in of_pass]
         if len(reqs) + len(running) > self._max_requests:
             running = []  # so many will share no decode step; those of this one may share it
         if len(reqs) <= self._max_requests:

@@ -158,10 +158,17 @@ class Rank:
         slots = self.slots.slots(node, node_end, start, end)
         self.expanded.append((slots[0].item(), len(slots)))
 
-    def step(self, reqs: list[Any], *, new_tokens: int = 0, extends: bool = False, graphs: bool = True) -> Any:
+    def step(
+        self, reqs: list[Any], *, new_tokens: int = 0, running: int = 0, extends: bool = False, graphs: bool = True
+    ) -> Any:
+        """
+        Args:
+            running: beside new tokens of the first requests, the last so many decode.
+        """
         mode = SimpleNamespace(is_idle=lambda: not reqs, is_decode=lambda: not new_tokens)
-        rows = [new_tokens] * len(reqs) if new_tokens else [1] * len(reqs)
-        lens = {"prefix_lens": [CHUNK + 5] * len(reqs), "extend_lens": rows}
+        new = len(reqs) - running
+        rows = [new_tokens or 1] * new + [1] * running
+        lens = {"prefix_lens": [CHUNK + 5] * new + [700] * running, "extend_lens": rows}
         self.sharded.comes(SimpleNamespace(forward_mode=mode, reqs=reqs, **lens))
         tokens = [sum(rows)] * 2
         info = SimpleNamespace(global_num_tokens=tokens, is_extend_in_batch=extends, can_run_decode_cuda_graph=graphs)
@@ -196,6 +203,19 @@ def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
     assert rank.step(others) is None and rank.prefixes.plan.segments == ()
     others = [request(600, positional_embed_overrides=object()) for _ in range(2)]
     assert rank.step(others) is None and rank.prefixes.source.expanded_lens(others, [600, 600]) == [0, 0]
+    assert not rank.failures and not rank.counters.not_sharded
+
+
+def test_in_a_mixed_batch_running_requests_share_all_of_their_prompts() -> None:
+    """And new ones as much as is cached of theirs."""
+    rank = Rank(graphs=[1, 2, 8])
+    reqs = [request(600), request(600)]
+    for _ in range(3):
+        rank.step(reqs)
+    plan = rank.step([request(600), *reqs], new_tokens=3, running=2)
+    assert plan.each == 8, "five rows of each rank, and padding"
+    mine = {(each.start, each.end): [row for row in each.rows if row < 8] for each in plan.segments}
+    assert mine == {(0, CHUNK): [0, 1, 2, 3, 4], (CHUNK, 2 * CHUNK): [3, 4]}
     assert not rank.failures and not rank.counters.not_sharded
 
 

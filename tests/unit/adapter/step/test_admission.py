@@ -4,6 +4,7 @@ one does: when tokens are allotted, and behind `prepare_for_extend`."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,30 @@ import pytest
 import torch
 
 from sglang_mla_ext.adapter.step.admission import FIRST_GUESS, PASSES_IN_A_ROW, Admission
+from sglang_mla_ext.adapter.step.passes import Kind, Pass
 from sglang_mla_ext.predict.mixed import most_waiting
 from sglang_mla_ext.reasons import NotMixed
+from sglang_mla_ext.rows import Rows
 
 PAGE, CHUNK = 64, 4096
+
+
+class Mode(Enum):
+    """SGLang's ForwardMode, as far as it is read."""
+
+    EXTEND, DECODE, MIXED = 1, 2, 3
+
+    def is_extend(self) -> bool:
+        return self is not Mode.DECODE
+
+    def is_decode(self) -> bool:
+        return self is Mode.DECODE
+
+    def is_mixed(self) -> bool:
+        return self is Mode.MIXED
+
+    def is_target_verify(self) -> bool:
+        return False
 
 
 class Rule:
@@ -22,8 +43,14 @@ class Rule:
 
     def __init__(self, tokens: int = 256, most_rows: int = 300) -> None:
         self.tokens, self.most_rows, self.query_tokens = tokens, most_rows, 1
+        self.mixed_rows, self.allows = most_rows, lambda batch: True
         self.asked: list[tuple[Any, int]] = []
+        self.refused: list[NotMixed] = []
+        self.count_refused = self.refused.append
         self.reason: str | None = None
+
+    def begin(self, runner: Any, *, votes: bool) -> None:
+        self.votes = votes
 
     def room(self, running: int) -> int:
         return self.most_rows - running
@@ -37,7 +64,7 @@ class Scheduler:
     """The next batch is `new`. `seen`: the flag and the size of chunks, where SGLang reads them."""
 
     def __init__(self, rule: Rule, waiting: int = 1, running: int = 5) -> None:
-        self.admission, self.rule = Admission(rule, None, self), rule
+        self.admission, self.rule = Admission(rule, SimpleNamespace(sharded=None, query_tokens=1), self), rule
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = True, CHUNK, PAGE
         self.waiting_queue, self.chunked_req = [request(10)] * waiting, None
         self.places = 12
@@ -83,7 +110,7 @@ def make(scheduler: Scheduler, *, delayer: Any, running_batch: Any) -> tuple[Any
     reqs = running_batch.reqs[scheduler.ended :]
     if scheduler.refuses:
         return new, running_batch if reqs else SimpleNamespace(reqs=[], batch_is_full=False)
-    new.forward_mode, new.decoding_reqs = SimpleNamespace(is_mixed=lambda: True), reqs
+    new.forward_mode, new.decoding_reqs = Mode.MIXED, reqs
     lens = [len(req.origin_input_ids) + len(req.output_ids) for req in reqs]
     new.prefix_lens, new.extend_lens = new.prefix_lens + lens, new.extend_lens + [1] * len(reqs)
     new.seq_lens_cpu = torch.cat([new.seq_lens_cpu, torch.tensor(lens, dtype=torch.int64)])
@@ -116,7 +143,8 @@ def batch_of(reqs: list[Any], **values: Any) -> Any:
         return_hidden_states=False,
         check_decode_mem=lambda: True,
         batch_is_full=True,
-        forward_mode=SimpleNamespace(is_mixed=lambda: False),
+        forward_mode=Mode.EXTEND,
+        decoding_reqs=None,
         seq_lens_cpu=torch.tensor(lens, dtype=torch.int64),
         extend_num_tokens=sum(counts),
         **values,
@@ -326,3 +354,118 @@ def test_what_a_mixed_batch_decodes_is_counted_as_sglang_counts_it() -> None:
     admission.count_decoded(None, processor, batch, of_batch)
     assert (reporter.num_generated_tokens, reporter.forward_ct_decode) == (10, 4)
     assert shown == [(True, reqs)] and finished == ["a", "c"] and batch.reqs == ["new", *reqs]
+
+
+# ---- ranks with batches of their own
+
+
+class Voter(Scheduler):
+    """One of two ranks, and SGLang's exchange before each pass.
+
+    Attributes:
+        said: whether it prefills, whether it can replay a decode graph, and its mode.
+    """
+
+    def __init__(self, waiting: int = 1, running: int = 5) -> None:
+        super().__init__(Rule(), waiting, running)
+        self.admission.begin(None, votes=True)
+        self.said: Any = None
+
+    def vote(self, batch: Any, *, other_prefills: bool, graphs: bool = True) -> Pass | None:
+        """The pass of a batch, after the vote."""
+        self.admission.sync(self._exchange, batch, disable_cuda_graph=not graphs, other_prefills=other_prefills)
+        return None if batch is None else self.choose(batch)
+
+    def _exchange(self, batch: Any, *, disable_cuda_graph: bool, other_prefills: bool) -> Any:
+        extends = batch is not None and batch.forward_mode.is_extend()
+        info = SimpleNamespace(is_extend_in_batch=extends, can_run_decode_cuda_graph=not extends)
+        info.local_forward_mode = None if batch is None else batch.forward_mode.value
+        self.admission.cast(info)
+        self.said = info.is_extend_in_batch, info.can_run_decode_cuda_graph, info.local_forward_mode
+        if batch is not None:
+            batch.is_extend_in_batch = info.is_extend_in_batch or other_prefills
+        return batch
+
+    def choose(self, batch: Any) -> Pass:
+        new_tokens = batch.extend_lens if batch.forward_mode.is_extend() else None
+        of_batch = SimpleNamespace(forward_mode=batch.forward_mode, extend_seq_lens_cpu=new_tokens)
+        return self.admission.choose(batch, of_batch)
+
+
+def test_where_prefill_has_no_graphs_ranks_that_vote_mix_nothing_with_running_requests() -> None:
+    """A batch that was refused would expand the whole history of each running request."""
+    for rows, mixes in ((300, True), (0, False)):
+        rule = Rule()
+        rule.mixed_rows = rows
+        scheduler = Scheduler(rule)
+        scheduler.is_mixed_chunk = False
+        scheduler.admission.begin(None, votes=True)
+        assert rule.votes and scheduler.admission.mixes is mixes
+        new, left = scheduler.step()
+        assert (new.forward_mode is Mode.MIXED) is mixes and (left is scheduler.running) is not mixes
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_mixed_batch_is_a_decode_step_where_nobody_prefills(graphs: bool) -> None:
+    """Who has it says that it decodes; and of a batch that nobody agreed on, that it is none."""
+    rank = Voter()
+    new, _ = rank.step()
+    assert (chosen := rank.vote(new, other_prefills=False, graphs=graphs)) is not None
+    assert rank.said == (False, graphs, Mode.DECODE.value)
+    assert (chosen.kind, chosen.mixed, chosen.decoding, chosen.absorbs) == (Kind.DECODE, True, 5, False)
+    assert chosen.rows == Rows.of([6, 1, 1, 1, 1, 1]) and not rank.rule.refused
+    assert rank.vote(None, other_prefills=False) is None and rank.said == (False, True, None), "it is idle"
+    assert rank.choose(new).kind is Kind.PREFILL, "an agreement is on one pass"
+
+
+def test_a_mixed_batch_that_is_refused_is_a_prefill_by_absorb() -> None:
+    """In a graph or not, which SGLang decides later."""
+    rank = Voter()
+    new, left = rank.step()
+    assert (chosen := rank.vote(new, other_prefills=True)) is not None and not left.reqs
+    assert rank.said == (False, True, Mode.DECODE.value), "it hoped that nobody prefills"
+    assert (chosen.kind, chosen.mixed, chosen.decoding, chosen.absorbs) == (Kind.PREFILL, False, 5, True)
+    assert chosen.rows == Rows.of([6, 1, 1, 1, 1, 1])
+    assert rank.rule.refused == [NotMixed.RANK_PREFILLING]
+    alone = batch_of([request(10)], prefix_lens=[4], extend_lens=[6])
+    assert (chosen := rank.vote(alone, other_prefills=True)) is not None
+    assert (chosen.kind, chosen.decoding, chosen.absorbs) == (Kind.PREFILL, 0, False), "prefill as ever"
+
+
+@pytest.mark.parametrize(
+    ("changes", "stops"),
+    [
+        (change("waiting_queue", []), False),
+        (lambda scheduler: None, True),
+        (lambda scheduler: vars(scheduler).update(waiting_queue=[], chunked_req=request(2000)), True),
+    ],
+)
+def test_after_a_refused_batch_that_was_cut_those_that_follow_are_not_cut(
+    changes: Callable[[Scheduler], None], stops: bool
+) -> None:
+    """One that took all that waited is not made larger by a pass of its own, for which running requests would wait."""
+    rank = Voter()
+    new, _ = rank.step()
+    changes(rank)
+    rank.vote(new, other_prefills=True)
+    rank.waiting_queue, rank.chunked_req = [request(10)], None
+    assert (rank.admission.new_tokens(rank, rank.running) == 0) is stops
+    for _ in range(PASSES_IN_A_ROW * stops):
+        rank.new = batch_of([request(10)], prefix_lens=[4], extend_lens=[6])
+        rank.step()
+        assert rank.seen == [(False, CHUNK)] * 2
+        rank.vote(rank.new, other_prefills=True)
+    assert rank.admission.new_tokens(rank, rank.running) == 256
+
+
+def test_a_decode_step_that_sglang_runs_as_a_prefill_is_by_absorb() -> None:
+    """On a rank that decodes beside one that prefills, SGLang makes it an extend of one token a request."""
+    rank = Voter()
+    rank.running.forward_mode = Mode.DECODE
+    assert (chosen := rank.vote(rank.running, other_prefills=True)) is not None
+    assert (chosen.kind, chosen.absorbs, chosen.rows) == (Kind.DECODE, False, Rows(5)) and not rank.rule.refused
+    rank.running.forward_mode, rank.running.extend_lens = Mode.EXTEND, [1] * 5
+    rank.running.decoding_reqs = rank.running.reqs
+    chosen = rank.choose(rank.running)
+    assert (chosen.kind, chosen.mixed, chosen.decoding, chosen.absorbs) == (Kind.PREFILL, False, 5, True)
+    assert chosen.rows == Rows.of([1] * 5)

@@ -169,6 +169,18 @@ def test_rows_that_sglang_pads_to_prefill_are_counted(make_world: Any, planned_a
     assert world.stock.begun == ["extend"]
 
 
+@pytest.mark.parametrize("decoding", [2, 0])
+def test_rows_of_running_requests_in_a_prefill_are_counted(make_world: Any, decoding: int) -> None:
+    """Of a mixed batch that another rank refused, and of a decode step that SGLang runs as an extend."""
+    world = make_world()
+    backend = world.make("gpu")
+    batch = world.batch(sharing(world)[:3], EXTEND)
+    batch._original_forward_mode = None
+    passes.begin(Pass(Kind.PREFILL, Rows.of([5, 1, 1]), decoding=decoding, absorbs=decoding > 0))
+    backend.init_forward_metadata(batch)
+    assert world.steps.counters.rows_as_prefill == decoding
+
+
 def test_sglang_reads_the_stock_backends_attributes(make_world: Any) -> None:
     world = make_world()
     backend = world.make("gpu")

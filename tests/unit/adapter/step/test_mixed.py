@@ -191,6 +191,17 @@ def test_more_rows_than_there_is_a_graph_for_are_not_mixed() -> None:
     assert rule.most_rows == 200
 
 
+def test_where_ranks_vote_a_batch_with_running_requests_fits_a_prefill_pass_too() -> None:
+    """Which it is where another rank prefills; new tokens alone are an extend as any other then."""
+    runner = SimpleNamespace(decode_cuda_graph_runner=None)
+    for prefill_rows, room in ((0, 0), (200, 200), (1000, 300)):
+        rule = make(prefill_rows=prefill_rows)
+        rule.begin(runner)
+        assert rule.mixed_rows == 300 and rule.room(50) == 250
+        rule.begin(runner, votes=True)
+        assert rule.mixed_rows == room and rule.room(50) == room - 50 and rule.room(0) == 300
+
+
 def test_a_pass_is_mixed_where_that_is_sooner() -> None:
     """Over what is expanded, and not where many rows would read a long history each, which a pass makes keys and values
     of once."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from decode_world import DECODE, EXTEND, IDLE, VERIFY, plan_pass
 
-from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, passes
+from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, passes
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, PrefillSharing, Steps
 from sglang_mla_ext.observe import Counters
@@ -234,6 +234,32 @@ def test_a_mixed_pass_is_a_decode_step_of_its_rows() -> None:
         ]
         found = counters.steps_naive, counters.steps_mixed, counters.prefills_mixed, counters.tokens_mixed
         assert found == (0, 0, 0, 0), "it may still come to nothing"
+
+
+@pytest.mark.parametrize("new", [3, 0])
+def test_a_prefill_with_running_requests_expands_for_new_ones_alone(new: int) -> None:
+    """As a mixed batch does that another rank refused, or a step that SGLang runs as a prefill. Who runs may be told
+    twice: it shares nothing with itself."""
+    asked: list[Any] = []
+    transient = SimpleNamespace(plan=lambda reqs, lens, *args, **kwargs: asked.append(lens))
+    prefill = PrefillSharing(
+        lambda plan, rows, transient: plan,
+        affordable=lambda prefix_lens: asked.append(list(prefix_lens)) or sum(prefix_lens),
+        can_finish=lambda *args: True,
+        transient=transient,
+        costs=SimpleNamespace(pays_alone=None, eager=lambda *args: 0, in_graph=lambda *args: 1),
+    )
+    steps, (first, *others) = make(prefill), requests(3)
+    of_pass = [first, *others][: new and 3] or others
+    plan = Plan(len(of_pass), (Segment((len(of_pass) - 1,), 0, 64, Mode.NAIVE, (0,)),))
+    steps._prefixes.plan_prefill = lambda *args, **kwargs: plan
+    chosen = passes.begin(Pass(Kind.PREFILL, Rows.of([1] * len(of_pass)), decoding=2, absorbs=True))
+    lens, elsewhere = [512, 100, 200][-len(of_pass) :], requests(1)
+    steps.plan_pass(chosen, of_pass, [*others, *elsewhere], lens, [1] * len(of_pass))
+    cached = lens[: len(of_pass) - 2]
+    assert asked == [cached, [*cached, 0, 64]], "a running one's, as far as it is expanded"
+    assert steps._prefixes.named("before_prefill") == [("before_prefill", of_pass, elsewhere, sum(cached))]
+    assert chosen.prefill is plan and chosen.absorbs and not chosen.leaves_graph
 
 
 def test_a_mixed_pass_shares_nothing_where_planning_fails_or_nothing_can_be_shared() -> None:
