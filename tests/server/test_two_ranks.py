@@ -29,6 +29,9 @@ from conftest import (
 )
 from server_pool import ServerPool, small
 from test_answers import LONG, OTHER_SYSTEM, SYSTEM, question
+from test_mixed_steps import SECONDS, chats_over_time, generate, prompt, texts_of
+
+from sglang_mla_ext.adapter.compat import installed
 
 
 def test_two_ranks_answer_as_one(stock: Reference, two_ranks: Server) -> None:
@@ -157,6 +160,47 @@ def test_a_changed_plan_on_one_rank_is_shared_by_none(stock: Reference, dp_atten
     differed = {each["not_sharded"].get("plans_differ", 0) for each in found}
     assert len(differed) == 1 and min(differed) >= 3, found
     assert sharded_since(before, dp_attention) > 10 and not any(each["fallbacks"] for each in found), found
+
+
+def check_mixed(stock: Reference, server: Server) -> None:
+    """Requests arrive at ranks with running ones, which decode in the same steps. Beside them come prompts that no step
+    takes along: a rank that has one prefills, and what the other one has mixed then runs as a prefill. SGLang 0.5.17
+    mixes nothing there. Which of them meet, only the machine's speed says."""
+
+    def prefill_now_and_then(seed: int) -> None:
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            generate(server, prompt(seed := seed + 1, 30), 0)
+
+    before, mixes = server.counters(), installed.shares_in_prefill_graphs()
+    for attempt in range(8):
+        chats = chats_over_time(40, seed=50 + attempt)
+        expected, beside = in_thread(texts_of, stock, chats), in_thread(prefill_now_and_then, 1000 * attempt)
+        assert texts_of(server, chats) == expected.result()
+        beside.result()
+        found = server.counters()
+        mixed, as_prefill = (gained(before, found, name) for name in ("steps_mixed", "rows_as_prefill"))
+        if not mixes or (min(mixed) >= 5 and max(as_prefill) >= 5):
+            break
+    assert not any(each["fallbacks"] or each["shadow_failures"] for each in found), found
+    if mixes:
+        assert min(mixed) >= 5 and max(as_prefill) >= 5, found
+        assert max(each["not_mixed"].get("rank_prefilling", 0) for each in found) > 0, found
+    else:
+        assert mixed == as_prefill == [0, 0] and min(gained(before, found, "prefills_mixed")) > 0, found
+
+
+def test_running_requests_and_new_tokens_in_one_step(stock: Reference, dp_attention: Server) -> None:
+    before = dp_attention.counters()
+    check_mixed(stock, dp_attention)
+    assert sharded_since(before, dp_attention) > 10
+
+
+@pytest.mark.slow
+def test_running_requests_and_new_tokens_over_prefixes_of_each_rank(
+    stock: Reference, dp_attention_apart: Server
+) -> None:
+    check_mixed(stock, dp_attention_apart)
 
 
 def test_prompts_made_for_one_name_keep_their_own_keys(stock: Reference, dp_attention: Server) -> None:
