@@ -346,6 +346,7 @@ dp_attention_apart = _server(
 dp_attention_of_two = _server(
     "dp_attention_of_two",
     *(*NAIVE, *SIZED, *PREFIXES, "--tp", "4", "--dp-size", "2", "--enable-dp-attention"),
+    *("--hybrid-mla-mixed-tokens", "128"),
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"},
 )
 # Two servers in one, which share nothing, and keep prompts apart.

@@ -203,6 +203,11 @@ def test_running_requests_and_new_tokens_over_prefixes_of_each_rank(
     check_mixed(stock, dp_attention_apart)
 
 
+@pytest.mark.slow
+def test_running_requests_and_new_tokens_on_ranks_in_pairs(stock: Reference, dp_attention_of_two: Server) -> None:
+    check_mixed(stock, dp_attention_of_two)
+
+
 def test_prompts_made_for_one_name_keep_their_own_keys(stock: Reference, dp_attention: Server) -> None:
     """Two chunks that had the same name in a server without a key of its own, in requests on both ranks."""
     draw = random.Random(0)
