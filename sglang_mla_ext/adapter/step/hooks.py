@@ -76,156 +76,78 @@ def table() -> list[Hook]:
     rows = "extend batches that a decode graph replays"
     memory = "an attention backend that reserves memory"
     layout = "an attention backend that brings its pool"
+    # fmt: off
     hooks = [
         # the start
         Hook(f"{scheduler}.__init__", AROUND, NONE, start.around_scheduler_init, base, observer),
         Hook(f"{configurator}._profile_available_bytes", AFTER, NONE, start.after_profile_bytes, base, memory),
         Hook(f"{configurator}._build_mla_kv_pool", AROUND, NONE, latent_pool.around_build_mla_pool, fp8, layout),
-        Hook(
-            f"{configurator}._build_hybrid_linear_kv_pool",
-            *(AROUND, NONE, latent_pool.around_build_hybrid_pool, fp8, layout),
-        ),
-        Hook(
-            "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
-            *(AFTER, NONE, latent_pool.after_cell_size, fp8, layout),
-        ),
-        Hook(
-            "mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__",
-            *(AROUND, NONE, latent_pool.around_host_pool, Feature.HOST_CACHE, layout),
-        ),
-        Hook(
-            "disaggregation.common.conn.CommonKVManager.__init__",
-            *(BEFORE, SESSION, start.before_kv_manager, Feature.DISAGGREGATION, layout),
-        ),
-        Hook(
-            f"{runner}.base_cuda_graph_runner.get_batch_sizes_to_capture",
-            AFTER,
-            NONE,
-            start.after_graph_sizes,
-            mixes,
-            rows,
-        ),
-        Hook(
-            "model_executor.cuda_graph_buffer_registry.build_eager_registry",
-            *(AROUND, SESSION, start.around_eager_registry, Feature.CPU, rows),
-        ),
-        Hook(
-            "speculative.draft_utils.DraftBackendFactory.create_decode_backend",
-            *(AFTER, NONE, start.after_draft_backend, drafts, "a draft worker that names its backend"),
-        ),
-        Hook(
-            "speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
-            *(AFTER, NONE, start.after_draft_backend, drafts, "a draft worker that names its backend"),
-        ),
+        Hook(f"{configurator}._build_hybrid_linear_kv_pool",
+             AROUND, NONE, latent_pool.around_build_hybrid_pool, fp8, layout),
+        Hook("model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+             AFTER, NONE, latent_pool.after_cell_size, fp8, layout),
+        Hook("mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__",
+             AROUND, NONE, latent_pool.around_host_pool, Feature.HOST_CACHE, layout),
+        Hook("disaggregation.common.conn.CommonKVManager.__init__",
+             BEFORE, SESSION, start.before_kv_manager, Feature.DISAGGREGATION, layout),
+        Hook(f"{runner}.base_cuda_graph_runner.get_batch_sizes_to_capture",
+             AFTER, NONE, start.after_graph_sizes, mixes, rows),
+        Hook("model_executor.cuda_graph_buffer_registry.build_eager_registry",
+             AROUND, SESSION, start.around_eager_registry, Feature.CPU, rows),
+        Hook("speculative.draft_utils.DraftBackendFactory.create_decode_backend",
+             AFTER, NONE, start.after_draft_backend, drafts, "a draft worker that names its backend"),
+        Hook("speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
+             AFTER, NONE, start.after_draft_backend, drafts, "a draft worker that names its backend"),
         # which batch
         Hook(f"{scheduler}._get_new_batch_prefill_raw", AROUND, ADMISSION, Admission.new_batch, mixes, asks),
-        Hook(
-            "managers.schedule_policy.PrefillAdder.add_one_req", AROUND, ADMISSION, Admission.add_request, mixes, asks
-        ),
+        Hook("managers.schedule_policy.PrefillAdder.add_one_req",
+             AROUND, ADMISSION, Admission.add_request, mixes, asks),
         Hook(f"{batch}.ScheduleBatch.prepare_for_extend", AFTER, ADMISSION, Admission.prepared, mixes, asks),
         Hook(f"{workers}.dp_attn.prepare_mlp_sync_batch_raw", AROUND, ADMISSION, Admission.sync, mixes, asks),
         Hook(f"{sync}._get_local_tensor", BEFORE, ADMISSION, Admission.cast, mixes, asks),
-        Hook(
-            f"{workers}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
-            *(AFTER, ADMISSION, Admission.count_decoded, mixes, "decode metrics of MIXED batches"),
-        ),
+        Hook(f"{workers}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
+             AFTER, ADMISSION, Admission.count_decoded, mixes, "decode metrics of MIXED batches"),
         Hook(f"{scheduler}.run_batch", AROUND, PAIRED, PairedSteps.run, mixes, rows),
         Hook(f"{scheduler}.process_batch_result", AROUND, PAIRED, PairedSteps.process, mixes, rows),
         # a pass
-        Hook(
-            "model_executor.forward_batch_info.ForwardBatch.init_new",
-            AFTER,
-            SESSION,
-            Session.begin_pass,
-            base,
-            observer,
-        ),
+        Hook("model_executor.forward_batch_info.ForwardBatch.init_new",
+             AFTER, SESSION, Session.begin_pass, base, observer),
         Hook("model_executor.model_runner.ModelRunner.forward", AROUND, SESSION, Session.forward, base, observer),
-        Hook(
-            "model_executor.model_runner.ModelRunner._forward_raw",
-            AROUND,
-            SESSION,
-            mixed.around_forward_raw,
-            mixes,
-            rows,
-        ),
-        Hook(
-            "layers.logits_processor.LogitsMetadata.from_forward_batch",
-            AFTER,
-            SESSION,
-            mixed.select_last_rows,
-            mixes,
-            rows,
-        ),
-        Hook(
-            f"{runner}.eager_runner.EagerRunner.execute",
-            *(AROUND, SESSION, failure.around_pass, base, "a way to retry a pass without a plan"),
-        ),
-        Hook(
-            f"{runner}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
-            *(AROUND, SESSION, failure.around_pass, base, "a way to retry a pass without a plan"),
-        ),
+        Hook("model_executor.model_runner.ModelRunner._forward_raw",
+             AROUND, SESSION, mixed.around_forward_raw, mixes, rows),
+        Hook("layers.logits_processor.LogitsMetadata.from_forward_batch",
+             AFTER, SESSION, mixed.select_last_rows, mixes, rows),
+        Hook(f"{runner}.eager_runner.EagerRunner.execute",
+             AROUND, SESSION, failure.around_pass, base, "a way to retry a pass without a plan"),
+        Hook(f"{runner}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
+             AROUND, SESSION, failure.around_pass, base, "a way to retry a pass without a plan"),
         # a layer
-        Hook(
-            f"{forward}.forward_mla.DeepseekMLAForwardMixin._split_q_nope_pe",
-            AFTER,
-            NONE,
-            layer.after_split_q,
-            base,
-            seams,
-        ),
+        Hook(f"{forward}.forward_mla.DeepseekMLAForwardMixin._split_q_nope_pe",
+             AFTER, NONE, layer.after_split_q, base, seams),
         Hook("models.deepseek_common.utils._get_llama_4_scaling", AFTER, NONE, layer.after_query_scaling, base, seams),
-        Hook(
-            f"{forward}.forward_mha.DeepseekMHAForwardMixin.forward_normal_prepare",
-            *(AFTER, NONE, layer.after_queries_per_head, base, "scaled queries in prefill with keys per head"),
-        ),
-        Hook(
-            "model_executor.forward_batch_deepseek_mha_mixin"
-            ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info",
-            *(AROUND, NONE, layer.around_chunk_info, base, "chunks of cached prefixes that begin behind a given token"),
-        ),
-        Hook(
-            f"{forward}.forward_mha.DeepseekMHAForwardMixin._chunked_prefix_attn_mha",
-            *(
-                AROUND,
-                NONE,
-                layer.around_prefix_attention,
-                base,
-                "a backend's own part of the attention to cached prefixes",
-            ),
-        ),
-        Hook(
-            "sglang.kernels.ops.layernorm.fused_eh_norm.fused_eh_norm",
-            *(AROUND, NONE, layer.around_eh_norm, Feature.SMALL_DRAFTS, "a fused kernel for all hidden sizes"),
-        ),
+        Hook(f"{forward}.forward_mha.DeepseekMHAForwardMixin.forward_normal_prepare",
+             AFTER, NONE, layer.after_queries_per_head, base, "scaled queries in prefill with keys per head"),
+        Hook("model_executor.forward_batch_deepseek_mha_mixin.ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info",
+             AROUND, NONE, layer.around_chunk_info, base, "chunks of cached prefixes that begin behind a given token"),
+        Hook(f"{forward}.forward_mha.DeepseekMHAForwardMixin._chunked_prefix_attn_mha",
+             AROUND, NONE, layer.around_prefix_attention, base, "a backend's own attention to cached prefixes"),
+        Hook("sglang.kernels.ops.layernorm.fused_eh_norm.fused_eh_norm",
+             AROUND, NONE, layer.around_eh_norm, Feature.SMALL_DRAFTS, "a fused kernel for all hidden sizes"),
         # what is to be forgotten
         Hook(f"{scheduler}.flush_cache", AFTER, SESSION, Session.flushed, base, observer),
         Hook(f"{weights}._observe_weight_load", AFTER, SESSION, Session.weights_change, base, observer),
-        Hook(
-            f"{weights}.release_memory_occupation",
-            AFTER,
-            SESSION,
-            Session.memory_released,
-            Feature.MEMORY_SAVER,
-            observer,
-        ),
-        Hook(
-            f"{weights}.resume_memory_occupation",
-            AFTER,
-            SESSION,
-            Session.memory_resumed,
-            Feature.MEMORY_SAVER,
-            observer,
-        ),
+        Hook(f"{weights}.release_memory_occupation",
+             AFTER, SESSION, Session.memory_released, Feature.MEMORY_SAVER, observer),
+        Hook(f"{weights}.resume_memory_occupation",
+             AFTER, SESSION, Session.memory_resumed, Feature.MEMORY_SAVER, observer),
         Hook(f"{scheduler}.on_idle", AFTER, SESSION, Session.idle, base, observer),
         # requests and reports
         Hook("managers.utils.validate_input_length", AFTER, SESSION, Session.refuse_empty, base, "the same refusal"),
         Hook(f"{scheduler}.get_internal_state", AFTER, SESSION, Session.report, Feature.STATUS, observer),
-        Hook(
-            "managers.cache_controller.HiCacheController.start_loading",
-            *(BEFORE, SESSION, Session.before_loading, Feature.HOST_CACHE, "loads that wait for the forward stream"),
-        ),
+        Hook("managers.cache_controller.HiCacheController.start_loading",
+             BEFORE, SESSION, Session.before_loading, Feature.HOST_CACHE, "loads that wait for the forward stream"),
     ]
+    # fmt: on
     if installed.ends_weight_updates():
         hooks.append(Hook(f"{weights}.end_weight_update", AFTER, SESSION, Session.weights_change, base, observer))
     if HybridMLAOptions.from_env().prefix_sharding != "off":
@@ -234,16 +156,8 @@ def table() -> list[Hook]:
     if on_cpu():
         from sglang_mla_ext.adapter.stock.torch_native import after_support_triton
 
-        hooks.append(
-            Hook(
-                "utils.common.support_triton",
-                AFTER,
-                NONE,
-                after_support_triton,
-                Feature.CPU,
-                "a backend says so itself",
-            )
-        )
+        without = "a backend says so itself"
+        hooks.append(Hook("utils.common.support_triton", AFTER, NONE, after_support_triton, Feature.CPU, without))
     return hooks
 
 
