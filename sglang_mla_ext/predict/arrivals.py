@@ -6,8 +6,8 @@ once its client has heard of the end. The question is prefilled in one of two wa
 - in turns: an eager pass takes all that wait, before the next decode step, and everyone waits for it; another one
   takes those who come meanwhile. Its time is the larger of what the GPU needs and what the host needs for the launches;
 - mixed (mixed.py): new tokens join decode steps, in the order of their requests, so many in each as may; where too
-  many wait they take a pass. With DP attention they have mixed passes of their own, without running requests, where
-  those are faster than an eager pass. Running requests, which SGLang 0.5.23 may have in them, are not predicted there.
+  many wait they take a pass. With DP attention and eager passes (SGLang 0.5.17), or drafts, they have mixed passes of
+  their own, without running requests, where those are faster than an eager pass.
 
 With drafts a step verifies them, drafting is part of it, and it adds several tokens to a request.
 
@@ -187,10 +187,12 @@ def compared(
         "absorb": in_turns(absorb, lambda requests: pass_seconds(stock, traffic, requests)),
         "chosen": in_turns(chosen, eager_pass),
     }
-    if of.dp > 1:
+    if of.dp > 1 and (traffic.host_s or drafts):
         found["mixed"] = in_turns(chosen, fastest_pass)
     else:
-        found["mixed"] = serve(traffic, cache(chosen), mixed_tokens, cache(eager_pass), ahead=True, drafts=drafts)
+        found["mixed"] = serve(
+            traffic, cache(chosen), mixed_tokens, cache(eager_pass), of.dp, ahead=True, drafts=drafts
+        )
     return mixed_tokens, found
 
 

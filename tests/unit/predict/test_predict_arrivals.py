@@ -143,6 +143,22 @@ def test_short_answers_of_whole_ranks_against_measured_servers():
         assert 0.6 < served.first_token_s * 1e3 / record["ttft_ms"] < 1.2
 
 
+def test_ranks_mix_new_tokens_into_running_requests():
+    """With passes in graphs all ranks wait for one that prefills, and for none that mixes; with eager passes, and where
+    steps verify drafts, they mix without running requests."""
+    ranks = replace(EIGHT, dp=8)
+    found = {}
+    for host_s in (0.0, SHORT.host_s):
+        _, found[host_s] = compared(ranks, replace(SHORT, requests=256, host_s=host_s), chunks=0)
+    mixed, chosen = found[0.0]["mixed"], found[0.0]["chosen"]
+    assert mixed.tokens_per_s > 1.5 * chosen.tokens_per_s and mixed.first_token_s < chosen.first_token_s
+    assert mixed.tokens_per_s > 1.3 * found[SHORT.host_s]["mixed"].tokens_per_s
+    _, drafting = compared(
+        replace(ranks, query_tokens=4), replace(SHORT, requests=256, host_s=0, accepted=2.5), chunks=0
+    )
+    assert drafting["mixed"].tokens_per_s < 1.3 * drafting["chosen"].tokens_per_s
+
+
 def test_the_host_sets_a_pass():
     """Kernels measured over 7,069 cached tokens, 24 layers: 24.7 and 22.2 ms of 1 x 192 tokens, 37.9 and 28.2 of 4 x
     128. What is predicted is a third too short, of constants that are derived for this GPU."""
