@@ -89,8 +89,9 @@ class _Options:
     )
     prefix_sharding: Literal["off", "auto", "nccl", "peers"] = _option(
         "off",
-        "with DP attention, shard each expanded prefix over the ranks by heads: auto (where supported), nccl or "
-        "peers (exchange by NCCL, or by stores into each other's memory), off (each rank holds its own prefixes)",
+        "with DP attention, shard each expanded prefix over the ranks by heads: auto (where their GPUs reach each "
+        "other's memory, by stores into it), peers (the same, unchecked), nccl (by NCCL), off (each rank holds its own "
+        "prefixes)",
     )
 
 

@@ -325,14 +325,14 @@ two_ranks = _server(
 dp_attention = _server(
     "dp_attention",
     *(*NAIVE, *SIZED, *PREFIXES, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
-    *("--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-prefix-sharding", "auto", "--hybrid-mla-verify-interval", "5"),
+    *("--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-prefix-sharding", "nccl", "--hybrid-mla-verify-interval", "5"),
     *("--hybrid-mla-prefill-expand-tokens", "256"),
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **FAILS},
 )
 dp_attention_of_four = _server(
     "dp_attention_of_four",
     *(*NAIVE, *SIZED, *PREFIXES, "--tp", "4", "--dp-size", "4", "--enable-dp-attention"),
-    *("--hybrid-mla-prefix-sharding", "auto", "--hybrid-mla-verify-interval", "5"),
+    *("--hybrid-mla-prefix-sharding", "nccl", "--hybrid-mla-verify-interval", "5"),
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"},
 )
 # And each with prefixes of its own.
@@ -480,7 +480,7 @@ on_host_drafts = _server("on_host_drafts", *ON_HOST, *DRAFTING, model=demo)
 drafts_of_two = _server(
     "drafts_of_two",
     *(*NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
-    *("--hybrid-mla-prefix-sharding", "auto", "--hybrid-mla-verify-interval", "5"),
+    *("--hybrid-mla-prefix-sharding", "nccl", "--hybrid-mla-verify-interval", "5"),
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     model=demo,
 )

@@ -11,18 +11,12 @@ from typing import TYPE_CHECKING
 from sglang_mla_ext.adapter.build.attention import allocate_latent, cost_model, smallest_group, stock_and_latent
 from sglang_mla_ext.adapter.build.budget import latent_sizes
 from sglang_mla_ext.adapter.build.context import Context
-from sglang_mla_ext.adapter.build.expanding import (
-    Expanding,
-    all_ranks_agree,
-    make_expanding,
-    reach_each_other,
-    taken_beside,
-)
+from sglang_mla_ext.adapter.build.expanding import Expanding, make_expanding, taken_beside
 from sglang_mla_ext.adapter.build.prefill import make_prefill_sharing, make_transient_expansion
 from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, make_shadow
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.prefill.prefill_graph import make_prefill_graph
-from sglang_mla_ext.adapter.ranks.ranks import check_alike, drawn_key, rules, tp_group
+from sglang_mla_ext.adapter.ranks.ranks import all_ranks_agree, check_alike, drawn_key, rules, tp_group
 from sglang_mla_ext.adapter.ranks.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
@@ -66,8 +60,7 @@ def build(
     warn_of_vain_options(server)
     cost = cost_model(context)
     check_alike(rules(options, cost.rates, server.mixing.tokens))  # before ranks ask each other anything
-    by_stores = store_into_each_other(server)
-    if by_stores:
+    if server.ranks.sharding > 1 and server.ranks.by_stores:
         cost = replace(cost, rates=cost.rates.by_stores())
     stock, latent = stock_and_latent(runner, model.layers, latent_sizes(server, model, context.requests), counters)
     allocate_latent(context, stock, latent)
@@ -77,7 +70,7 @@ def build(
     expanding = None
     if options.may_expand:
         taken = taken_beside(context, latent, transient, prefill_graph)
-        expanding = expand_alike(context, taken, cost, by_stores)
+        expanding = expand_alike(context, taken, cost)
     buffers, shared, _ = expanding or (None, None, None)
     if buffers is not None:
         log_memory_report(context, buffers)
@@ -125,20 +118,10 @@ def warn_of_vain_options(server: Server) -> None:
         logger.warning("hybrid_mla: --hybrid-mla-prefill-expand-tokens has no effect: prefill is not this backend's")
 
 
-def store_into_each_other(server: Server) -> bool:
-    """Return whether ranks that shard prefixes exchange by stores in place of NCCL. With `auto` they
-    try it, all at once."""
-    if server.ranks.sharding == 1 or not server.ranks.may_store:
-        return False
-    if server.options.prefix_sharding != "auto":
-        return True
-    return server.device.on_gpu and all_ranks_agree(tp_group())(reach_each_other(tp_group()))
-
-
-def expand_alike(context: Context, taken_bytes: int, cost: CostModel, by_stores: bool) -> Expanding | None:
+def expand_alike(context: Context, taken_bytes: int, cost: CostModel) -> Expanding | None:
     """Make what is expanded. Ranks that shard prefixes capture the same graphs: all expand, or none."""
     most_rows = max(context.step_rows, MAX_ROWS) if cost.ranks == 1 else context.step_rows
-    expanding = make_expanding(context, taken_bytes, cost, max_rows=most_rows, by_stores=by_stores)
+    expanding = make_expanding(context, taken_bytes, cost, max_rows=most_rows)
     if cost.ranks > 1 and not all_ranks_agree(tp_group())(expanding is not None) and expanding is not None:
         context.counters.fall_back(Fallback.RANK_EXPANDS_NOTHING)
         return None

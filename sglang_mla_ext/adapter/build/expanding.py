@@ -3,11 +3,7 @@ rank alone or on all that hold prefixes together."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from sglang_mla_ext.adapter.build.budget import call_rows, expanded_sizes, naive_tiles
 from sglang_mla_ext.adapter.build.context import Context
@@ -24,17 +20,12 @@ from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_byt
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.collectives import Collectives
 from sglang_mla_ext.kernels.naive.exchange import Exchange, ExchangeSizes
-from sglang_mla_ext.kernels.naive.peers import Peers, symmetric_mailbox
+from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
 from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.reasons import Fallback
-
-if TYPE_CHECKING:
-    from sglang.srt.distributed.parallel_state import GroupCoordinator
-
-logger = logging.getLogger(__name__)
 
 
 class Expanding(NamedTuple):
@@ -45,20 +36,18 @@ class Expanding(NamedTuple):
     expander: Expander
 
 
-def make_expanding(
-    context: Context, taken_bytes: int, cost: CostModel, *, max_rows: int, by_stores: bool = False
-) -> Expanding | None:
+def make_expanding(context: Context, taken_bytes: int, cost: CostModel, *, max_rows: int) -> Expanding | None:
     """Make what is expanded, of this rank's heads. Every kernel runs once.
 
     Args:
         taken_bytes: that are taken of the budget already.
         max_rows: of a rank in a step.
-        by_stores: ranks that hold prefixes together store into each other's memory, in place of NCCL.
     Returns:
         None where the budget holds no chunk, or a kernel does not run here; that is counted.
     """
     runner, model, counters, memory = context.runner, context.model, context.counters, context.memory
     budget_bytes, prefix_dtype = context.budget_bytes, model.prefix_dtype(context.server.options)
+    by_stores = context.server.ranks.by_stores
     dims, heads, device, ranks = cost.dims, cost.expanded_heads, runner.device, cost.ranks
     exchanged = ExchangeSizes(
         ranks=ranks,
@@ -121,35 +110,3 @@ def taken_beside(
         model, query_tokens = context.model, context.server.query_tokens
         taken += ShadowCheck.workspace_bytes_for(model.first, model.dtype, query_tokens)
     return taken
-
-
-def reach_each_other(group: GroupCoordinator) -> bool:
-    """Whether this rank can store into the memory of all others; all of them have to ask at once."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    try:
-        symmetric_mailbox(group.device_group.group_name, 1, torch.uint8, device)
-    except Exception as error:
-        logger.info("hybrid_mla: ranks exchange by NCCL, because they do not reach each other's memory: %s", error)
-        return False
-    return True
-
-
-def all_ranks_agree(group: GroupCoordinator | None = None) -> Callable[[bool], bool]:
-    """A function that ranks call with their own answers, and that says whether all said yes. What is expanded may
-    differ after a failure on one, and with it what each would rather do.
-
-    Args:
-        group: of them; by default those with heads of the same requests.
-    """
-    from sglang.srt.distributed.parallel_state import get_attn_tp_group
-
-    group = group or get_attn_tp_group()
-    if group.world_size == 1:
-        return bool
-
-    def agree(answer: bool) -> bool:
-        least = torch.tensor(int(answer))
-        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group.cpu_group)
-        return bool(least)
-
-    return agree

@@ -16,6 +16,7 @@ from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.launch import limits, mixed_steps, models
 from sglang_mla_ext.adapter.launch.resolved import asked_for
+from sglang_mla_ext.adapter.ranks.ranks import sharding_in_reach
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.session import Session, process
@@ -115,7 +116,9 @@ def around_scheduler_init(original: Callable[..., None], scheduler: Scheduler, *
 
 def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
     """Take what we allocate out of what SGLang has for its KV cache. A draft model's is sized by the model's."""
-    process.options = budget.with_default(available, configurator, HybridMLAOptions.from_env())
+    options = HybridMLAOptions.from_env()
+    options = sharding_in_reach(options, Server.of(configurator.server_args, options))
+    process.options = budget.with_default(available, configurator, options)
     process.budget_bytes = budget.reserve(available, configurator, process.options)
     return available - process.budget_bytes
 

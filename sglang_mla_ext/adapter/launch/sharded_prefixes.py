@@ -34,7 +34,7 @@ class Ranks:
         """Return what keeps ranks from sharding expanded prefixes; None where nothing does."""
         if self.dp == 1:
             return "a server without DP attention (--enable-dp-attention)"
-        args, gpu, peers = self.args, on_gpu(self.args), self.options.prefix_sharding == "peers"
+        args, gpu = self.args, on_gpu(self.args)
         heads = installed.model_config(args).get_text_config().num_attention_heads
         reasons = {
             # Ranks that share the heads of a request would have to exchange in groups of their own.
@@ -48,8 +48,8 @@ class Ranks:
             and bool(args.enable_dp_lm_head)
             and args.moe_a2a_backend not in (None, "none"),
             "decode without CUDA graphs": gpu and args.cuda_graph_config.decode.backend == "disabled",
-            "a CPU, whose ranks have no memory in common (peers)": peers and not gpu,
-            "ranks on several nodes (peers)": peers and args.nnodes > 1,
+            "a CPU, whose ranks have no memory in common (nccl works)": self.by_stores and not gpu,
+            "ranks on several nodes, which have no memory in common (nccl works)": self.by_stores and args.nnodes > 1,
             "--disable-cuda-graph-padding": gpu and bool(args.disable_cuda_graph_padding),
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
@@ -67,10 +67,9 @@ class Ranks:
         return f"{FLAG} {self.options.prefix_sharding} has no effect here, because of {self.sharding_obstacle}."
 
     @property
-    def may_store(self) -> bool:
-        """Return whether ranks that shard prefixes may exchange by stores, if their GPUs reach each other."""
-        way = self.options.prefix_sharding
-        return way == "peers" or (way == "auto" and self.args.nnodes == 1)
+    def by_stores(self) -> bool:
+        """Whether ranks that shard prefixes exchange by stores into each other's memory, and not by NCCL."""
+        return self.options.prefix_sharding != "nccl"
 
 
 def set_environment(environment: MutableMapping[str, str]) -> None:

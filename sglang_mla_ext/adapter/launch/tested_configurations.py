@@ -125,7 +125,7 @@ def parts_of(server: Server) -> dict[str, int]:
         DP_ATTENTION: dp_attention and ranks,
         GROUPS: dp_attention and server.ranks.dp < ranks and ranks,
         SHARDED: sharded and ranks,
-        PEERS: sharded and server.ranks.may_store and ranks,
+        PEERS: sharded and server.ranks.by_stores and ranks,
         TENSOR: ranks > 1 and not dp_attention and ranks,
         REPLICAS: args.dp_size > 1 and not dp_attention and args.dp_size,
         NODES: args.nnodes > 1 and ranks,

@@ -7,10 +7,11 @@ different places, or attend to different tokens for each other.
 
 from __future__ import annotations
 
+import logging
 import platform
 import secrets
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,10 @@ from sglang_mla_ext.prefix.sharded.names import KEY_BYTES
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
+    from sglang_mla_ext.adapter.server import Server
     from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+
+logger = logging.getLogger(__name__)
 
 
 class RanksDifferError(RuntimeError):
@@ -75,6 +79,60 @@ def check_alike(mine: Mapping[str, object]) -> None:
             f"hybrid_mla: the ranks of this server differ. {'; '.join(differences)}. Start all nodes with the same "
             "options, on the same kind of GPU, with the same releases."
         )
+
+
+def all_ranks_agree(group: GroupCoordinator | None = None) -> Callable[[bool], bool]:
+    """Return a function that ranks call with their own answers, and that says whether all said yes. What is expanded
+    may differ after a failure on one, and with it what each would rather do.
+
+    Args:
+        group: of them; by default those with heads of the same requests.
+    """
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+
+    group = group or get_attn_tp_group()
+    if group.world_size == 1:
+        return bool
+
+    def agree(answer: bool) -> bool:
+        least = torch.tensor(int(answer))
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group.cpu_group)
+        return bool(least)
+
+    return agree
+
+
+def sharding_in_reach(options: HybridMLAOptions, server: Server) -> HybridMLAOptions:
+    """Return the options without sharded prefixes where ranks were to find out whether they reach each other's memory,
+    and one of them does not. All ranks call this at the same time: they are of one host, and have the same options.
+
+    Args:
+        server: with these options.
+    """
+    if options.prefix_sharding != "auto" or server.ranks.sharding == 1:
+        return options
+    obstacle = _reach_each_other(tp_group())
+    if all_ranks_agree(tp_group())(obstacle is None):
+        return options
+    logger.warning(
+        "hybrid_mla: prefixes are not sharded, because ranks do not reach each other's memory (%s). With "
+        "--hybrid-mla-prefix-sharding nccl they exchange by NCCL, in every decode step.",
+        obstacle or "another rank's",
+    )
+    return replace(options, prefix_sharding="off")
+
+
+def _reach_each_other(group: GroupCoordinator) -> Exception | None:
+    """Return what keeps this rank from storing into the memory of all others; all of them have to ask at once."""
+    from sglang_mla_ext.kernels.naive.peers import symmetric_mailbox
+
+    try:
+        symmetric_mailbox(
+            group.device_group.group_name, 1, torch.uint8, torch.device("cuda", torch.cuda.current_device())
+        )
+    except Exception as error:
+        return error
+    return None
 
 
 def differing(of_ranks: list[dict[str, str]]) -> list[str]:

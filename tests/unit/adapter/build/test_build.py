@@ -14,6 +14,7 @@ from sglang_mla_ext import observe
 from sglang_mla_ext.adapter import server
 from sglang_mla_ext.adapter.build import assemble, expanding
 from sglang_mla_ext.adapter.build import prefill as prefill_parts
+from sglang_mla_ext.adapter.launch import sharded_prefixes
 from sglang_mla_ext.adapter.ranks.ranks import RanksDifferError
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.constants import FP8
@@ -47,7 +48,7 @@ def test_no_memory_is_a_choice_and_too_little_a_fall_back(world: World, caplog: 
 
 
 def test_with_dp_attention_the_log_says_how_far_the_memory_reaches(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.make("gpu")
     assert "of a prompt's" not in caplog.text
@@ -55,6 +56,9 @@ def test_with_dp_attention_the_log_says_how_far_the_memory_reaches(
     world.make("gpu")
     assert "--hybrid-mla-prefix-sharding" not in caplog.text  # two of its ranks share heads
     vars(world.runner.server_args).update(tp_size=2)
+    world.make("gpu")
+    assert "--hybrid-mla-prefix-sharding" not in caplog.text  # by its arguments it is on a CPU
+    monkeypatch.setattr(sharded_prefixes, "on_gpu", lambda args: True)
     world.make("gpu")
     assert "--hybrid-mla-prefix-sharding auto (one copy for all ranks)" in caplog.text
     chunks = pool_of(world).num_chunks
@@ -114,7 +118,7 @@ def test_a_rank_expands_its_own_heads(world: World, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(assemble, "make_expanding", of_two)
     monkeypatch.setattr(expanding, "tp_group", lambda: SimpleNamespace(rank_in_group=1))
     monkeypatch.setattr(expanding, "all_to_all_over", lambda group: lambda received, sent: received.copy_(sent))
-    world.make("cpu")
+    world.make("cpu", prefix_sharding="nccl")
     ((buffers, _, expander),) = made
     assert buffers.heads == HEADS // 2 and expander._heads == slice(HEADS // 2, HEADS)
 

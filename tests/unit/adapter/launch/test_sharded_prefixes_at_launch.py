@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from types import SimpleNamespace
@@ -12,10 +11,10 @@ import pytest
 import test_limits
 import torch
 
-from sglang_mla_ext.adapter.build import expanding
 from sglang_mla_ext.adapter.launch import limits, sharded_prefixes
-from sglang_mla_ext.adapter.ranks import sharded
+from sglang_mla_ext.adapter.ranks import ranks, sharded
 from sglang_mla_ext.adapter.ranks.sharded import ShardedSteps
+from sglang_mla_ext.kernels.naive import peers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.memory.pool import ExpandedPool
@@ -60,8 +59,9 @@ def server_args(**changes: Any) -> Any:
         ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, {}, "decode without CUDA graphs"),
         ({"disable_cuda_graph_padding": True}, {}, "--disable-cuda-graph-padding"),
         ({}, {"prefix_sharding": "peers"}, None),
-        ({"nnodes": 2}, {}, None),
+        ({"nnodes": 2}, {}, "ranks on several nodes"),
         ({"nnodes": 2}, {"prefix_sharding": "peers"}, "ranks on several nodes"),
+        ({"nnodes": 2}, {"prefix_sharding": "nccl"}, None),
     ],
     ids=str,
 )
@@ -80,33 +80,41 @@ def test_where_prefixes_are_sharded(
 
 def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     args = server_args()
-    assert test_limits.server(args, on_gpu=False, prefix_sharding="auto").ranks.sharding == 8
-    alone = test_limits.server(args, on_gpu=False, prefix_sharding="peers").ranks
-    assert alone.sharding == 1 and "a CPU" in alone.sharding_warning
+    assert test_limits.server(args, on_gpu=False, prefix_sharding="nccl").ranks.sharding == 8
+    for stores in ("auto", "peers"):
+        alone = test_limits.server(args, on_gpu=False, prefix_sharding=stores).ranks
+        assert alone.sharding == 1 and "a CPU" in alone.sharding_warning
 
 
 @pytest.mark.parametrize(
-    ("nodes", "how", "expected"),
-    [(1, "auto", True), (2, "auto", False), (1, "peers", True), (1, "nccl", False), (1, "off", False)],
+    ("how", "mine", "others", "expected"),
+    [
+        ("auto", True, True, "auto"),
+        ("auto", False, True, "off"),
+        ("auto", True, False, "off"),
+        ("peers", False, False, "peers"),
+        ("nccl", False, False, "nccl"),
+        ("off", False, False, "off"),
+    ],
 )
-def test_who_may_store_into_the_memory_of_others(nodes: int, how: str, expected: bool) -> None:
-    assert test_limits.server(server_args(nnodes=nodes), prefix_sharding=how).ranks.may_store == expected
-
-
-def test_ranks_that_reach_no_others_memory_exchange_by_nccl(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_ranks_that_do_not_reach_each_other_hold_their_own_prefixes(
+    how: str, mine: bool, others: bool, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """All of them, if one does not; what the user names is not looked into."""
+
     def mailbox(*args: object) -> None:
-        if not reached:
+        if not mine:
             raise RuntimeError("no handle")
 
     group = SimpleNamespace(device_group=SimpleNamespace(group_name="all"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(expanding, "symmetric_mailbox", mailbox)
-    caplog.set_level(logging.INFO)
-    for reached in (True, False):
-        assert expanding.reach_each_other(group) == reached
-        assert ("by NCCL" in caplog.text) != reached
+    monkeypatch.setattr(peers, "symmetric_mailbox", mailbox)
+    monkeypatch.setattr(ranks, "tp_group", lambda: group)
+    monkeypatch.setattr(ranks, "all_ranks_agree", lambda of: lambda answer: answer and others)
+    server = test_limits.server(server_args(), prefix_sharding=how)
+    assert ranks.sharding_in_reach(server.options, server).prefix_sharding == expected
+    assert ("not sharded" in caplog.text) == (how != expected)
+    assert ("no handle" in caplog.text) == (how != expected and not mine)
 
 
 def test_nccl_is_kept_from_registering_unless_the_user_says_so() -> None:

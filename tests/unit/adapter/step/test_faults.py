@@ -125,7 +125,7 @@ ON_A_GPU = {
     "adapter/latent/fp8.py FP8Latent.run": "in a layer",
     "adapter/latent/pool.py LatentPool.get_mla_kv_buffer": "SGLang's, of its pool",
     "adapter/step/backend.py HybridMLABackend._absorb_prefill": "in a layer, from 0.5.23 on",
-    "adapter/build/expanding.py all_ranks_agree.agree": "choosing whether a pass is mixed, of several ranks",
+    "adapter/ranks/ranks.py all_ranks_agree.agree": "choosing whether a pass is mixed, of several ranks",
     "adapter/step/layer.py around_eh_norm": "instead of SGLang's",
     "adapter/prefill/transient.py TransientExpansion._pieces.piece": "before a prefill pass",
     "adapter/ranks/sharded.py gather_over.gather": "a vote, of several ranks",

@@ -253,7 +253,7 @@ def test_every_rank_is_asked_also_by_one_that_cannot_say() -> None:
 def test_all_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.distributed import parallel_state
 
-    from sglang_mla_ext.adapter.build.expanding import all_ranks_agree
+    from sglang_mla_ext.adapter.ranks.ranks import all_ranks_agree
 
     group = SimpleNamespace(world_size=1, cpu_group="ours")
     monkeypatch.setattr(parallel_state, "get_attn_tp_group", lambda: group)
