@@ -58,7 +58,7 @@ def exchanges(
     attention = make_shared_attention(buffers, max_rows=ranks * rows, heads=heads // ranks, device=device)
     sizes = ExchangeSizes(ranks, heads, rows, DN, DR, DV, torch.bfloat16)
     exchange: Exchange = (
-        Peers.of_group(dist.group.WORLD.group_name, sizes, device)
+        Peers.of_group(dist.group.WORLD, sizes, device)
         if via == "peers"
         else Collectives(dist.all_to_all_single, sizes, device)
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .attention import SharedAttention
 from .exchange import ExchangeSizes
@@ -34,11 +35,11 @@ class Peers:
         self._queries, self._results, self._sizes = queries, results, sizes
 
     @classmethod
-    def of_group(cls, group_name: str, sizes: ExchangeSizes, device: torch.device | str) -> Peers:
-        """Make one in symmetric memory; every rank of torch's process group has to call it at once. Raises what torch
-        does where ranks cannot reach each other's memory."""
+    def of_group(cls, group: ProcessGroup, sizes: ExchangeSizes, device: torch.device | str) -> Peers:
+        """Make one in symmetric memory; every rank of the group has to call it at once. Raises what torch does where
+        ranks cannot reach each other's memory."""
         counts = sizes.query_values, sizes.result_values
-        queries, results = (symmetric_mailbox(group_name, count, sizes.dtype, device) for count in counts)
+        queries, results = (symmetric_mailbox(group, count, sizes.dtype, device) for count in counts)
         return cls(queries, results, sizes)
 
     @property
@@ -61,15 +62,14 @@ class Peers:
         return self._sizes.parts(self._sizes.results(self._results.received, each))
 
 
-def symmetric_mailbox(group_name: str, values: int, dtype: torch.dtype, device: torch.device | str) -> Mailbox:
+def symmetric_mailbox(group: ProcessGroup, values: int, dtype: torch.dtype, device: torch.device | str) -> Mailbox:
     """Return a mailbox for so many values of each rank; every rank of the group has to ask for as many. Raises what
     torch does where ranks cannot reach each other's memory."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     size = -(-values * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    ranks = torch.distributed.distributed_c10d._resolve_process_group(group_name).size()
-    buffer = symmetric_memory.empty(size + 4 * ranks, dtype=torch.uint8, device=device).zero_()
-    handle: Any = symmetric_memory.rendezvous(buffer, group_name)
+    buffer = symmetric_memory.empty(size + 4 * group.size(), dtype=torch.uint8, device=device).zero_()
+    handle: Any = symmetric_memory.rendezvous(buffer, group)
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
     counts = buffer[size:].view(torch.int32)
     received = buffer[: values * dtype.itemsize].view(dtype)

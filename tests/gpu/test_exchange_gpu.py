@@ -52,7 +52,7 @@ def check(rank: int, ranks: int, each: int, device: torch.device) -> None:
         parts = (torch.randn(CHUNK_TOKENS, own, DN, **of_bf16), torch.randn(CHUNK_TOKENS, own, DV, **of_bf16))
         buffers.write(0, chunk, 0, *parts, torch.randn(CHUNK_TOKENS, DR, **of_bf16))
     sizes = ExchangeSizes(ranks, HEADS, each, DN, DR, DV, torch.bfloat16)
-    stores = Peers.of_group(dist.group.WORLD.group_name, sizes, device)
+    stores = Peers.of_group(dist.group.WORLD, sizes, device)
     exchanges: list[Exchange] = [stores, Collectives(dist.all_to_all_single, sizes, device)]
     sharded = [
         ShardedAttention(

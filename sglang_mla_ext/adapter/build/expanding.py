@@ -86,7 +86,7 @@ def make_expanding(context: Context, taken_bytes: int, cost: CostModel, *, max_r
         if ranks > 1:
             group, first_head = tp_group(), heads * tp_group().rank_in_group
             exchange: Exchange = (
-                Peers.of_group(group.device_group.group_name, exchanged, buffers.device)
+                Peers.of_group(group.device_group, exchanged, buffers.device)
                 if by_stores
                 else Collectives(all_to_all_over(group), exchanged, buffers.device, memory)
             )

@@ -81,6 +81,29 @@ def check_alike(mine: Mapping[str, object]) -> None:
         )
 
 
+def differing(of_ranks: list[dict[str, str]]) -> list[str]:
+    """Return a line for each name whose values are not the same on all ranks."""
+    lines = []
+    for name in dict.fromkeys(name for values in of_ranks for name in values):
+        having: dict[str, list[int]] = {}
+        for rank, values in enumerate(of_ranks):
+            having.setdefault(values.get(name, "not known"), []).append(rank)
+        if len(having) > 1:
+            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in having.items()))
+    return lines
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def drawn_key(group: GroupCoordinator) -> bytes:
+    """Return a secret of this server, drawn by the first rank of the group; all of them call this at the same time."""
+    key = torch.frombuffer(bytearray(secrets.token_bytes(KEY_BYTES)), dtype=torch.uint8)
+    torch.distributed.broadcast(key, group.ranks[0], group.cpu_group)
+    return key.numpy().tobytes()
+
+
 def all_ranks_agree(group: GroupCoordinator | None = None) -> Callable[[bool], bool]:
     """Return a function that ranks call with their own answers, and that says whether all said yes. What is expanded
     may differ after a failure on one, and with it what each would rather do.
@@ -126,33 +149,9 @@ def _reach_each_other(group: GroupCoordinator) -> Exception | None:
     """Return what keeps this rank from storing into the memory of all others; all of them have to ask at once."""
     from sglang_mla_ext.kernels.naive.peers import symmetric_mailbox
 
+    device = torch.device("cuda", torch.cuda.current_device())
     try:
-        symmetric_mailbox(
-            group.device_group.group_name, 1, torch.uint8, torch.device("cuda", torch.cuda.current_device())
-        )
+        symmetric_mailbox(group.device_group, 1, torch.uint8, device)
     except Exception as error:
         return error
     return None
-
-
-def differing(of_ranks: list[dict[str, str]]) -> list[str]:
-    """Return a line for each name whose values are not the same on all ranks."""
-    lines = []
-    for name in dict.fromkeys(name for values in of_ranks for name in values):
-        having: dict[str, list[int]] = {}
-        for rank, values in enumerate(of_ranks):
-            having.setdefault(values.get(name, "not known"), []).append(rank)
-        if len(having) > 1:
-            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in having.items()))
-    return lines
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def drawn_key(group: GroupCoordinator) -> bytes:
-    """Return a secret of this server, drawn by the first rank of the group; all of them call this at the same time."""
-    key = torch.frombuffer(bytearray(secrets.token_bytes(KEY_BYTES)), dtype=torch.uint8)
-    torch.distributed.broadcast(key, group.ranks[0], group.cpu_group)
-    return key.numpy().tobytes()

@@ -106,7 +106,7 @@ def test_ranks_that_do_not_reach_each_other_hold_their_own_prefixes(
         if not mine:
             raise RuntimeError("no handle")
 
-    group = SimpleNamespace(device_group=SimpleNamespace(group_name="all"))
+    group = SimpleNamespace(device_group="all")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(peers, "symmetric_mailbox", mailbox)
     monkeypatch.setattr(ranks, "tp_group", lambda: group)
