@@ -17,7 +17,7 @@ from ..constants import LN2
 from ..merge import load_ids, sum_partials
 from ..partials import FIRSTS, PartialTable
 from .mailbox import Mailbox
-from .signals import signal, wait_for_all
+from .signals import rank_of_program, signal_and_wait
 
 LSE_COLUMNS = 16
 """Values behind those of a result, of which the lse takes the first or the first two; the others keep rows aligned."""
@@ -25,7 +25,7 @@ BLOCK_HEADS = 4
 BLOCKS = 4
 """Blocks of heads in a program, one after the other, where there are enough rows: each program has to signal."""
 LARGE_ROWS = 128
-"""Of all ranks, from which on a program has more than one block."""
+"""Rows of all ranks from which on a program has more than one block."""
 NUM_WARPS = 4
 
 
@@ -54,8 +54,7 @@ def merge_to_ranks_kernel(
     LN2: tl.constexpr,
 ):
     if tl.load(active_ptr) != 0:
-        program = tl.program_id(0)
-        rank, at = (me + 1 + program % RANKS) % RANKS, program // RANKS
+        rank, at = rank_of_program(me, RANKS), tl.program_id(0) // RANKS
         of_row = tl.cdiv(heads, BLOCK_HEADS * BLOCKS)  # programs
         row_of_rank = at // of_row
         row = rank * each + row_of_rank
@@ -85,9 +84,7 @@ def merge_to_ranks_kernel(
                 out = (acc / total[:, :, None]).to(to_ptr.dtype.element_ty)
                 tl.store(out_ptr + place[:, :, None] + dim, out, mask=in_heads[:, :, None])
             tl.store(lse_ptr + (place + DV) // FLOAT32S, lse, mask=in_heads)
-        signal(signals_ptr, rank, me)
-        if program == tl.num_programs(0) - 1:
-            wait_for_all(counts_ptr, tl.num_programs(0) // RANKS, RANKS, BLOCK_RANKS)
+        signal_and_wait(signals_ptr, counts_ptr, rank, me, RANKS, BLOCK_RANKS)
 
 
 def merge_to_ranks(

@@ -1,8 +1,6 @@
 """Stores queries into the memory of the ranks that have their heads, and waits for those of all ranks.
 
-Every byte is read once and written once, over NVLink but for the rank's own part: R·rows·(H/R)·(A + B) values. Programs
-take turns between ranks, beginning with the next one, so that no two ranks store into one rank alone: where all ranks
-begin with the first, its link takes 1/(R - 1) of what theirs give.
+Every byte is read once and written once, over NVLink but for the rank's own part: R·rows·(H/R)·(A + B) values.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .mailbox import Mailbox
-from .signals import signal, wait_for_all
+from .signals import rank_of_program, signal_and_wait
 
 PAIRS = 32
 """Pairs of a row and a head in a program: 12 KiB of DeepSeek's queries in BF16."""
@@ -42,9 +40,8 @@ def push_to_ranks_kernel(
     BLOCK_RANKS: tl.constexpr,
 ):
     if tl.load(active_ptr) != 0:
-        program = tl.program_id(0)
-        rank = (me + 1 + program % RANKS) % RANKS
-        pair = (program // RANKS) * PAIRS + tl.arange(0, PAIRS)[:, None]
+        rank = rank_of_program(me, RANKS)
+        pair = (tl.program_id(0) // RANKS) * PAIRS + tl.arange(0, PAIRS)[:, None]
         row, head = (pair // heads).to(tl.int64), rank * heads + pair % heads
         inside = row < rows
         # Buffers begin on pages, which the compiler cannot know.
@@ -55,9 +52,7 @@ def push_to_ranks_kernel(
         second = tl.load(second_ptr + row * second_row + head * second_head + dim_b, mask=inside)
         tl.store(to_ptrs + dim_a, first, mask=inside)
         tl.store(to_ptrs + A + dim_b, second, mask=inside)
-        signal(signals_ptr, rank, me)
-        if program == tl.num_programs(0) - 1:
-            wait_for_all(counts_ptr, tl.num_programs(0) // RANKS, RANKS, BLOCK_RANKS)
+        signal_and_wait(signals_ptr, counts_ptr, rank, me, RANKS, BLOCK_RANKS)
 
 
 def push_to_ranks(first: Tensor, second: Tensor, mailbox: Mailbox, each: int, active: Tensor) -> None:

@@ -44,7 +44,7 @@ class ShardedAttention:
         """
         self._attention, self._exchange, self._sizes = attention, exchange, sizes
         self._rows = sizes.max_rows
-        # Whether the plan shares anything. All ranks have the same plan, so none waits for one that does not come.
+        # Says whether the plan shares anything. All ranks have the same plan, so none waits for one that does not come.
         self._active = torch.zeros(1, dtype=torch.int32, device=device)
         on_gpu = torch.device(device).type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None

@@ -16,26 +16,32 @@ import triton.language as tl
 
 
 @triton.jit
-def signal(signals_ptr, rank, me):
-    """Tell a rank that a program has stored its part.
-
-    Args:
-        signals_ptr: int64 [R], the address of each rank's counts, int32 [R]. me: this rank.
-    """
-    tl.debug_barrier()  # the other threads of the program have stored, too
-    counts_ptr = tl.load(signals_ptr + rank).to(tl.pointer_type(tl.int32))
-    tl.atomic_add(counts_ptr + me, 1, sem="release", scope="sys")
+def rank_of_program(me, RANKS: tl.constexpr):
+    """Return the rank that this program stores for. Programs take turns, beginning with the next rank, so that ranks do
+    not all store into one of them."""
+    return (me + 1 + tl.program_id(0) % RANKS) % RANKS
 
 
 @triton.jit
-def wait_for_all(counts_ptr, expected, RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr):
-    """Return when so many programs of each rank have signalled, and set the counts back.
-
-    The last program of a grid calls it: those before it have a place on the GPU by then, or they would wait for it.
+def signal_and_wait(signals_ptr, counts_ptr, rank, me, RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr):
+    """Tell a rank that this program has stored its part. The grid's last program then waits for those of all ranks: the
+    programs before it have a place on the GPU by then, or they would wait for it.
 
     Args:
-        counts_ptr: int32 [R], of this rank.
+        signals_ptr: int64 [R], the address of each rank's counts, int32 [R].
+        counts_ptr: int32 [R], this rank's.
+        rank: that is told; me: this rank.
     """
+    tl.debug_barrier()  # the other threads of the program have stored, too
+    to_ptr = tl.load(signals_ptr + rank).to(tl.pointer_type(tl.int32))
+    tl.atomic_add(to_ptr + me, 1, sem="release", scope="sys")
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        _wait_for_all(counts_ptr, tl.num_programs(0) // RANKS, RANKS, BLOCK_RANKS)
+
+
+@triton.jit
+def _wait_for_all(counts_ptr, expected, RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr):
+    """Return when so many programs of each rank have signalled, and set the counts back."""
     rank = tl.arange(0, BLOCK_RANKS)
     there = rank < RANKS
     arrived = 0

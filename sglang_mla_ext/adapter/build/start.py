@@ -116,8 +116,7 @@ def around_scheduler_init(original: Callable[..., None], scheduler: Scheduler, *
 
 def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
     """Take what we allocate out of what SGLang has for its KV cache. A draft model's is sized by the model's."""
-    options = HybridMLAOptions.from_env()
-    options = sharding_in_reach(options, Server.of(configurator.server_args, options))
+    options = sharding_in_reach(Server.of(configurator.server_args, HybridMLAOptions.from_env()))
     process.options = budget.with_default(available, configurator, options)
     process.budget_bytes = budget.reserve(available, configurator, process.options)
     return available - process.budget_bytes

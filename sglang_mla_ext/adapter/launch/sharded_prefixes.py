@@ -68,7 +68,7 @@ class Ranks:
 
     @property
     def by_stores(self) -> bool:
-        """Whether ranks that shard prefixes exchange by stores into each other's memory, and not by NCCL."""
+        """Return whether ranks that shard prefixes exchange by stores into each other's memory, and not by NCCL."""
         return self.options.prefix_sharding != "nccl"
 
 

@@ -125,13 +125,11 @@ def all_ranks_agree(group: GroupCoordinator | None = None) -> Callable[[bool], b
     return agree
 
 
-def sharding_in_reach(options: HybridMLAOptions, server: Server) -> HybridMLAOptions:
-    """Return the options without sharded prefixes where ranks were to find out whether they reach each other's memory,
-    and one of them does not. All ranks call this at the same time: they are of one host, and have the same options.
-
-    Args:
-        server: with these options.
-    """
+def sharding_in_reach(server: Server) -> HybridMLAOptions:
+    """Return a server's options, without sharded prefixes where ranks were to find out whether they reach each other's
+    memory, and one of them does not. All ranks call this at the same time: they are of one host, and have the same
+    options."""
+    options = server.options
     if options.prefix_sharding != "auto" or server.ranks.sharding == 1:
         return options
     obstacle = _reach_each_other(tp_group())

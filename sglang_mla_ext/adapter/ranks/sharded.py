@@ -54,7 +54,7 @@ class PromptNames:
             key: of the names, the same on all ranks.
         """
         self._key, self._chunk_tokens = key, chunk_tokens
-        # Of every request that SGLang still has, with the prompt that was named, which an abort replaces.
+        # Names of every request that SGLang still has, with the prompt that was named, which an abort replaces.
         self._names: WeakKeyDictionary[Req, tuple[Any, Names]] = WeakKeyDictionary()
 
     def __call__(self, req: Req) -> Names:

@@ -127,7 +127,7 @@ class Preparation:
             self._steps.fail(Fallback.SHADOW_CHECK, error)
 
     def count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
-        """Of a decode or verify step that SGLang runs as prefill, and of requests that decode in one."""
+        """Count the rows of a decode or verify step that SGLang runs as prefill, and of requests that decode in one."""
         planned_as = forward_batch._original_forward_mode  # None where it is still that
         if planned_as is not None and Kind.of(planned_as).is_step:
             self._steps.counters.rows_as_prefill += forward_batch.batch_size * self._query_tokens

@@ -296,7 +296,7 @@ class Steps:
         """
         if self._expander is None:
             return None
-        # Where others prefill, the batch of those that decode runs as a prefill itself.
+        # SGLang runs a decode batch as a prefill where another rank prefills: its requests are running ones, too.
         of_pass = set(map(id, reqs))
         running = [req for req in running if not req.finished() and id(req) not in of_pass]
         if len(reqs) + len(running) > self._max_requests:

@@ -112,7 +112,7 @@ def test_ranks_that_do_not_reach_each_other_hold_their_own_prefixes(
     monkeypatch.setattr(ranks, "tp_group", lambda: group)
     monkeypatch.setattr(ranks, "all_ranks_agree", lambda of: lambda answer: answer and others)
     server = test_limits.server(server_args(), prefix_sharding=how)
-    assert ranks.sharding_in_reach(server.options, server).prefix_sharding == expected
+    assert ranks.sharding_in_reach(server).prefix_sharding == expected
     assert ("not sharded" in caplog.text) == (how != expected)
     assert ("no handle" in caplog.text) == (how != expected and not mine)
 
