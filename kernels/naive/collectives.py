@@ -16,6 +16,8 @@ from ..memory import Memory, tensor_bytes
 from .attention import SharedAttention
 from .exchange import ExchangeSizes
 
+LSE_COLUMNS = 16
+"""Values behind those of a result, of which the lse takes the first or the first two; the others keep rows aligned."""
 AllToAll = Callable[[Tensor, Tensor], None]
 """`all_to_all(received, sent)`, both `[n]` contiguous: of n / R values each, part r of `sent` goes to rank r, and part
 r of `received` comes from it. Enqueued on the current stream."""
@@ -41,7 +43,7 @@ class Collectives:
         self._all_to_all, self._sizes = all_to_all, sizes
         of_buffer: dict[str, Any] = dict(dtype=sizes.dtype, device=device)
         self._queries_sent, self._queries_received = (zeros(sizes.query_values, **of_buffer) for _ in range(2))
-        self._results_sent, self._results_received = (zeros(sizes.result_values, **of_buffer) for _ in range(2))
+        self._results_sent, self._results_received = (zeros(_result_values(sizes), **of_buffer) for _ in range(2))
         self._no_tail = torch.full((sizes.ranks * sizes.max_rows, sizes.own_heads), -torch.inf, device=device)
 
     @property
@@ -50,7 +52,7 @@ class Collectives:
 
     @staticmethod
     def workspace_bytes_for(sizes: ExchangeSizes) -> int:
-        values = sizes.query_values + sizes.result_values
+        values = sizes.query_values + _result_values(sizes)
         return 2 * values * sizes.dtype.itemsize + 4 * sizes.max_rows * sizes.heads
 
     def queries(self, q_nope: Tensor, q_rope: Tensor, each: int, active: Tensor) -> Tensor:
@@ -62,11 +64,24 @@ class Collectives:
         return received.flatten(0, 1)
 
     def results(self, attention: SharedAttention, each: int, active: Tensor) -> None:
-        sizes = self._sizes
-        sent, received = sizes.results(self._results_sent, each), sizes.results(self._results_received, each)
-        out, lse = (part.flatten(0, 1) for part in sizes.parts(sent))
+        sent, received = (self._results(buffer, each) for buffer in (self._results_sent, self._results_received))
+        out, lse = (part.flatten(0, 1) for part in self._parts(sent))
         attention.merge(out, self._no_tail[: len(out)], out, lse)
         self._all_to_all(received.view(-1), sent.view(-1))
 
     def received(self, each: int) -> tuple[Tensor, Tensor]:
-        return self._sizes.parts(self._sizes.results(self._results_received, each))
+        return self._parts(self._results(self._results_received, each))
+
+    def _results(self, buffer: Tensor, each: int) -> Tensor:
+        """Return `[R, each, H / R, dv + LSE_COLUMNS]`, the beginning of a buffer."""
+        sizes, width = self._sizes, self._sizes.dv + LSE_COLUMNS
+        return buffer[: each * sizes.heads * width].view(sizes.ranks, each, sizes.own_heads, width)
+
+    def _parts(self, results: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values `[.., dv]` and lse `[..]`, float32, of results."""
+        dv = self._sizes.dv
+        return results[..., :dv], results.view(torch.float32)[..., dv * self._sizes.dtype.itemsize // 4]
+
+
+def _result_values(sizes: ExchangeSizes) -> int:
+    return sizes.max_rows * sizes.heads * (sizes.dv + LSE_COLUMNS)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .attention import SharedAttention
-from .merge_to_ranks import LSE_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -41,24 +40,9 @@ class ExchangeSizes:
         """Values of the queries that a rank sends or receives."""
         return self.max_rows * self.heads * (self.nope + self.rope)
 
-    @property
-    def result_values(self) -> int:
-        """Values of the results that a rank sends or receives, with their lse."""
-        return self.max_rows * self.heads * (self.dv + LSE_COLUMNS)
-
     def queries(self, buffer: Tensor, each: int) -> Tensor:
         """Return `[R, each, H / R, nope + rope]`, the beginning of a buffer."""
-        return self._by_rank(buffer, each, self.nope + self.rope)
-
-    def results(self, buffer: Tensor, each: int) -> Tensor:
-        """Return `[R, each, H / R, dv + LSE_COLUMNS]`, the beginning of a buffer."""
-        return self._by_rank(buffer, each, self.dv + LSE_COLUMNS)
-
-    def parts(self, results: Tensor) -> tuple[Tensor, Tensor]:
-        """Return values `[.., dv]` and lse `[..]`, float32, of results."""
-        return results[..., : self.dv], results.view(torch.float32)[..., self.dv * self.dtype.itemsize // 4]
-
-    def _by_rank(self, buffer: Tensor, each: int, width: int) -> Tensor:
+        width = self.nope + self.rope
         return buffer[: each * self.heads * width].view(self.ranks, each, self.own_heads, width)
 
 

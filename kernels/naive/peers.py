@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from .attention import SharedAttention
 from .exchange import ExchangeSizes
 from .mailbox import Mailbox
-from .merge_to_ranks import merge_to_ranks
+from .merge_to_ranks import merge_to_ranks, result_values, results_of
 from .push_to_ranks import push_to_ranks
 from .triton_attention import TritonSharedAttention
 
@@ -30,7 +30,7 @@ class Peers:
     def __init__(self, queries: Mailbox, results: Mailbox, sizes: ExchangeSizes) -> None:
         """
         Args:
-            queries, results: for `sizes.query_values` and `sizes.result_values`.
+            queries, results: for `sizes.query_values`, and for so many rows as merge_to_ranks.py says.
         """
         self._queries, self._results, self._sizes = queries, results, sizes
 
@@ -38,7 +38,7 @@ class Peers:
     def of_group(cls, group: ProcessGroup, sizes: ExchangeSizes, device: torch.device | str) -> Peers:
         """Make one in symmetric memory; every rank of the group has to call it at once. Raises what torch does where
         ranks cannot reach each other's memory."""
-        counts = sizes.query_values, sizes.result_values
+        counts = sizes.query_values, _result_values(sizes)
         queries, results = (symmetric_mailbox(group, count, sizes.dtype, device) for count in counts)
         return cls(queries, results, sizes)
 
@@ -48,7 +48,7 @@ class Peers:
 
     @staticmethod
     def workspace_bytes_for(sizes: ExchangeSizes) -> int:
-        return (sizes.query_values + sizes.result_values) * sizes.dtype.itemsize + 2 * 4 * sizes.ranks
+        return (sizes.query_values + _result_values(sizes)) * sizes.dtype.itemsize + 2 * 4 * sizes.ranks
 
     def queries(self, q_nope: Tensor, q_rope: Tensor, each: int, active: Tensor) -> Tensor:
         push_to_ranks(q_nope, q_rope, self._queries, each, active)
@@ -59,7 +59,12 @@ class Peers:
         merge_to_ranks(*attention.partials, self._results, each, active)
 
     def received(self, each: int) -> tuple[Tensor, Tensor]:
-        return self._sizes.parts(self._sizes.results(self._results.received, each))
+        sizes = self._sizes
+        return results_of(self._results.received, sizes.ranks, each, sizes.own_heads, sizes.dv)
+
+
+def _result_values(sizes: ExchangeSizes) -> int:
+    return result_values(sizes.max_rows * sizes.heads, sizes.dv, sizes.dtype)
 
 
 def symmetric_mailbox(group: ProcessGroup, values: int, dtype: torch.dtype, device: torch.device | str) -> Mailbox:

@@ -14,6 +14,8 @@ from .signals import rank_of_program, signal_and_wait
 
 PAIRS = 32
 """Pairs of a row and a head in a program: 12 KiB of DeepSeek's queries in BF16."""
+MOST_PROGRAMS = 264
+"""Programs of all ranks: each has to signal, and to find out that there is nothing to do."""
 NUM_WARPS = 4
 
 
@@ -41,17 +43,18 @@ def push_to_ranks_kernel(
 ):
     if tl.load(active_ptr) != 0:
         rank = rank_of_program(me, RANKS)
-        pair = (tl.program_id(0) // RANKS) * PAIRS + tl.arange(0, PAIRS)[:, None]
-        row, head = (pair // heads).to(tl.int64), rank * heads + pair % heads
-        inside = row < rows
         # Buffers begin on pages, which the compiler cannot know.
-        buffer_ptr = tl.load(buffers_ptr + rank).to(tl.pointer_type(first_ptr.dtype.element_ty))
-        to_ptrs = tl.multiple_of(buffer_ptr, 16) + (me.to(tl.int64) * each * heads + pair) * (A + B)
+        buffer_ptr = tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(first_ptr.dtype.element_ty)), 16)
         dim_a, dim_b = tl.arange(0, A)[None, :], tl.arange(0, B)[None, :]
-        first = tl.load(first_ptr + row * first_row + head * first_head + dim_a, mask=inside)
-        second = tl.load(second_ptr + row * second_row + head * second_head + dim_b, mask=inside)
-        tl.store(to_ptrs + dim_a, first, mask=inside)
-        tl.store(to_ptrs + A + dim_b, second, mask=inside)
+        for block in range(tl.program_id(0) // RANKS, tl.cdiv(rows * heads, PAIRS), tl.num_programs(0) // RANKS):
+            pair = block * PAIRS + tl.arange(0, PAIRS)[:, None]
+            row, head = (pair // heads).to(tl.int64), rank * heads + pair % heads
+            inside = row < rows
+            to_ptrs = buffer_ptr + (me.to(tl.int64) * each * heads + pair) * (A + B)
+            first = tl.load(first_ptr + row * first_row + head * first_head + dim_a, mask=inside)
+            second = tl.load(second_ptr + row * second_row + head * second_head + dim_b, mask=inside)
+            tl.store(to_ptrs + dim_a, first, mask=inside)
+            tl.store(to_ptrs + A + dim_b, second, mask=inside)
         signal_and_wait(signals_ptr, counts_ptr, rank, me, RANKS, BLOCK_RANKS)
 
 
@@ -74,7 +77,7 @@ def push_to_ranks(first: Tensor, second: Tensor, mailbox: Mailbox, each: int, ac
         raise ValueError("queries must have a contiguous last axis and the dtype that ranks receive")
     if each * heads * (a + b) > mailbox.received.numel():
         raise ValueError(f"there is room for {mailbox.received.numel()} values, not {each * heads * (a + b)}")
-    programs = ranks * triton.cdiv(each * heads // ranks, PAIRS)
+    programs = ranks * min(triton.cdiv(each * heads // ranks, PAIRS), max(MOST_PROGRAMS // ranks, 1))
     push_to_ranks_kernel[(programs,)](
         active,
         first,

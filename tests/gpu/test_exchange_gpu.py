@@ -67,9 +67,9 @@ def check(rank: int, ranks: int, each: int, device: torch.device) -> None:
 
     def layers_of(attention: ShardedAttention, out: torch.Tensor) -> None:
         out.copy_(tails)
-        for layer in range(LAYERS):
-            attention.run(0, *queries[layer].split([DN, DR], dim=-1), 0.1)
-            attention.merge(out[layer], tail_lse[layer], out[layer])
+        for query, lse, of_layer in zip(queries, tail_lse, out, strict=True):
+            attention.run(0, *query.split([DN, DR], dim=-1), 0.1)
+            attention.merge(of_layer, lse, of_layer)
 
     graph = torch.cuda.CUDAGraph()
     sharded[0].try_out(torch.bfloat16)

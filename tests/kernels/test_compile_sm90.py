@@ -214,7 +214,7 @@ def compile_merge_ranks():
         dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32", active_ptr="*i32")
         | dict.fromkeys(numbers.split(), "i32")
         | watch_ptrs,
-        dict(DV=dv, RANK=rank, ROPE=dr, WATCH=True, BLOCK_HEADS=512 // dv, LOG2E=merge.LOG2E),
+        dict(DV=dv, RANK=rank, ROPE=dr, WATCH=True, BLOCK_HEADS=merge_ranks.BLOCK_VALUES // dv, LOG2E=merge.LOG2E),
         num_warps=merge_ranks.NUM_WARPS,
     )
 
@@ -235,8 +235,8 @@ merges = dict(
         dict(partial_out_ptr="*fp32", partial_lse2_ptr="*fp32", table_ptr="*i32", to_ptr="*bf16")
         | mailbox
         | dict.fromkeys("each heads max_rows me".split(), "i32"),
-        dict(DV=dv, LSE_COLUMNS=merge_to_ranks.LSE_COLUMNS, FLOAT32S=2, BLOCK_HEADS=merge_to_ranks.BLOCK_HEADS,
-             BLOCKS=merge_to_ranks.BLOCKS, RANKS=4, BLOCK_RANKS=4, FIRSTS=merge.FIRSTS, LN2=merge.LN2),
+        dict(DV=dv, FLOAT32S=2, BLOCK_HEADS=merge_to_ranks.BLOCK_HEADS, RANKS=4, BLOCK_RANKS=4,
+             FIRSTS=merge.FIRSTS, LN2=merge.LN2),
         num_warps=merge_to_ranks.NUM_WARPS,
     ),
     merge_ranks=compile_merge_ranks,

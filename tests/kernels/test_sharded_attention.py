@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from sglang_mla_ext.kernels.naive import merge_to_ranks as merge_to_ranks_module
+from sglang_mla_ext.kernels.naive import push_to_ranks as push_to_ranks_module
 from sglang_mla_ext.kernels.naive.attention import SharedAttention, TorchSharedAttention
 from sglang_mla_ext.kernels.naive.collectives import Collectives
 from sglang_mla_ext.kernels.naive.exchange import Exchange, ExchangeSizes
 from sglang_mla_ext.kernels.naive.mailbox import Mailbox
 from sglang_mla_ext.kernels.naive.merge_ranks import merge_ranks, merge_ranks_torch
-from sglang_mla_ext.kernels.naive.merge_to_ranks import merge_to_ranks
+from sglang_mla_ext.kernels.naive.merge_to_ranks import merge_to_ranks, result_values, results_of
 from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.push_to_ranks import push_to_ranks
 from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
@@ -88,11 +89,12 @@ def all_to_all_of(ranks: int, values: int, dtype: torch.dtype) -> list[Callable[
 
 
 def exchanges(stores: bool, sizes: ExchangeSizes) -> list[Exchange]:
-    values = sizes.query_values, sizes.result_values
     if stores:
+        values = sizes.query_values, result_values(sizes.max_rows * sizes.heads, sizes.dv, sizes.dtype)
         boxes = (mailboxes(sizes.ranks, count, sizes.dtype) for count in values)
         return [Peers(queries, results, sizes) for queries, results in zip(*boxes, strict=True)]
-    return [Collectives(each, sizes, "cpu") for each in all_to_all_of(sizes.ranks, max(values), sizes.dtype)]
+    most = sizes.max_rows * sizes.heads * (sizes.nope + sizes.rope + sizes.dv)
+    return [Collectives(each, sizes, "cpu") for each in all_to_all_of(sizes.ranks, most, sizes.dtype)]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_ranks_attend_for_each_other(
     chunks of each. In turn, each rank is late. A step that shares nothing the first rank runs without the others, where
     ranks store into each other's memory."""
     each, own = 3, HEADS // ranks
-    monkeypatch.setattr(merge_to_ranks_module, "LARGE_ROWS", 1 if ranks == 3 else 128)
+    monkeypatch.setattr(merge_to_ranks_module, "MOST_PROGRAMS", 6 if ranks == 3 else 264)
     torch.manual_seed(0)
     tokens = CHUNK_TOKENS + 40
     sizes = dict(layers=1, chunks=4, qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=dtype, device="cpu")
@@ -222,11 +224,12 @@ def test_queries_and_results_in_the_memory_of_ranks(
     """Each has what is for it in its place, and nothing else is written: not the rows behind those that a rank has, not
     the values of a row without keys, and not what is behind. Rows have none, one, or more partials than a table has
     places."""
-    monkeypatch.setattr(merge_to_ranks_module, "LARGE_ROWS", 100)
+    for kernel in (push_to_ranks_module, merge_to_ranks_module):
+        monkeypatch.setattr(kernel, "MOST_PROGRAMS", 30)  # programs have two blocks, or one, or none
     torch.manual_seed(0)
-    behind, width = 8, DV + merge_to_ranks_module.LSE_COLUMNS
+    behind, size = 8, result_values(ranks * each * heads, DV, dtype)
     boxes = mailboxes(ranks, ranks * each * heads * (DN + DR) + behind, dtype)
-    results = mailboxes(ranks, ranks * each * heads * width + behind, dtype)
+    results = mailboxes(ranks, size + behind, dtype)
     on, off = (torch.tensor([flag], dtype=torch.int32) for flag in (1, 0))
     rows = [each - rank for rank in range(ranks)]
     queries = [torch.randn(count, ranks * heads, DN + DR).to(dtype) for count in rows]
@@ -251,20 +254,18 @@ def test_queries_and_results_in_the_memory_of_ranks(
             of = slice(rank * heads, (rank + 1) * heads)
             assert torch.equal(received[sender, : rows[sender]], queries[sender][:, of])
             assert received[sender, rows[sender] :].isnan().all()
-        given = results[rank].received[:-behind].view(ranks, each, heads, width)
-        given_lse = given.view(torch.float32)[..., DV * dtype.itemsize // 4]
+        given, given_lse = results_of(results[rank].received, ranks, each, heads, DV)
         for sender, (out, lse2) in enumerate(partials):
             for row in range(each):
                 of = [at for at, (of_row, _) in enumerate(pairs) if of_row == rank * each + row]
                 if not of:
-                    assert given[sender, row, :, :DV].isnan().all() and (given_lse[sender, row] == -INF).all()
+                    assert given[sender, row].isnan().all() and (given_lse[sender, row] == -INF).all()
                     continue
                 weights = torch.softmax(lse2[of] * torch.log(torch.tensor(2.0)), 0)
                 expected = (weights[..., None] * out[of]).sum(0)
                 lse = torch.logsumexp(lse2[of] * torch.log(torch.tensor(2.0)), 0)
-                assert reference.errors(given[sender, row, :, :DV], expected).rel_l2 < (
-                    1e-3 if dtype.itemsize == 2 else 1e-6
-                )
+                rel_l2 = reference.errors(given[sender, row], expected).rel_l2
+                assert rel_l2 < (1e-3 if dtype.itemsize == 2 else 1e-6)
                 assert torch.allclose(given_lse[sender, row], lse, atol=1e-5)
         for box in (boxes[rank], results[rank]):
             assert box.received[-behind:].isnan().all() and not box.counts.any()
@@ -285,6 +286,6 @@ def test_what_does_not_fit_a_mailbox() -> None:
             push_to_ranks(first, second, box, each, active)
     table = PartialTable.empty(4, 4, "cpu")
     partials = torch.zeros(4, 2, DV), torch.zeros(4, 2)
-    for each in (3, 5):
+    for each in (4, 5):
         with pytest.raises(ValueError, match="no room"):
             merge_to_ranks(*partials, table, box, each, active)
