@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench.workloads import Workload
+from sglang_mla_ext.observe import MAXIMA
 
 SCRIPT = Path(__file__).with_name("sglang_client.py")
 HYBRID = "hybrid_mla"
@@ -145,7 +146,9 @@ def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
     if HYBRID not in after:
         return None
     earlier, later = before[HYBRID]["counters"], after[HYBRID]["counters"]
-    gained = {name: value - earlier[name] for name, value in later.items() if isinstance(value, int)}
+    gained = {
+        name: value - earlier[name] for name, value in later.items() if isinstance(value, int) and name not in MAXIMA
+    }
     steps = {name.removeprefix("steps_"): count for name, count in gained.items() if name.startswith("steps_")}
     read, saved = gained["shared_tokens_read"], gained["shared_tokens_saved"]
     sharing = {

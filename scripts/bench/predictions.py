@@ -29,6 +29,7 @@ from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, Step, predict
 from sglang_mla_ext.predict.weights import read_model
 from sglang_mla_ext.prefix.memory.default import TRANSIENT_TOKENS
+from sglang_mla_ext.prefix.planner.gpu_rates import ExchangeRates
 
 OURS = "hybrid_mla"
 BF16, FP8_PREFIX, FP8 = "BF16", "BF16, prefix FP8", "FP8"  # what `storage` returns
@@ -36,6 +37,8 @@ ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
 """Bytes of an element of the cache and of an expanded prefix."""
 LARGER_STEPS_SINCE, SMALLER_STEPS = "2026-11-28T07:30", (1.5, 512)
 """Before, a mixed step took at most so many times as long as without new tokens, and had at most so many."""
+FEWER_LAUNCHES_SINCE, EARLIER_STORES = "2026-11-28T19:30", ExchangeRates(1.74e-05, 1.4e11)
+"""Before, an exchange by stores was nine launches a layer (exchange.jsonl, two H100s)."""
 PREFILL_IN_GRAPHS = ("0.5.23",)
 """Releases of SGLang whose host does not launch a prefill pass kernel by kernel."""
 DRAFT_TOKENS = 4
@@ -54,6 +57,8 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     gpu, flags = gpu or Gpu.from_json(name), named(record)
     if flags.hybrid_mla_prefix_sharding != "peers":  # records of `auto` are older than its choice of stores
         gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=None))
+    elif record["date"] < FEWER_LAUNCHES_SINCE:
+        gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=EARLIER_STORES))
     latent, expanded = ELEMENT_BYTES[storage(record)]
     rank = Rank(case["rank"], case["layers"], case.get("of", MODELS[0]), case.get("running", 1))
     return Deployment(

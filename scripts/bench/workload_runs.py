@@ -138,8 +138,8 @@ def server_case(url: str, dims: ModelDims | None) -> dict[str, Any]:
         "tp": info.get("tp_size"),
         "client": "http",
     }
-    if info.get("dp_size", 1) > 1:
-        case["dp"] = info["dp_size"]
+    if (ranks := max(info.get("dp_size", 1), info.get("attn_dp_size", 1))) > 1:  # SGLang 0.5.17, 0.5.23
+        case["dp"] = ranks
     return case | ({"layers": dims.num_layers, "heads": dims.num_heads} if dims else {})
 
 

@@ -12,8 +12,9 @@ once its client has heard of the end. The question is prefilled in one of two wa
 With drafts a step verifies them, drafting is part of it, and it adds several tokens to a request.
 
 Ranks of DP attention step together: those with requests that wait take a pass while the others decode, and all wait for
-the longest. The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it:
-chunks of long questions in turns, padding to captured sizes, and whatever hybrid_mla adds to the host's time of a pass.
+the longest. A mixed step has as many new rows on each as on the rank with the most. The steps are gone through one by
+one, with lengths of answers drawn from a fixed seed. What is not in it: chunks of long questions in turns, padding to
+captured sizes, and whatever hybrid_mla adds to the host's time of a pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from sglang_mla_ext.predict.drafts import Drafting
-from sglang_mla_ext.predict.mixed import MOST_NEW_ALONE, allowed, mixed_step, most_waiting
+from sglang_mla_ext.predict.mixed import MOST_NEW_ALONE, NEWEST, allowed, evened, mixed_step, most_waiting
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
 from sglang_mla_ext.prefix.planner.transient import FEWEST_SAVED
@@ -237,8 +238,10 @@ def serve(
         decoding = [rank for rank in of if rank not in in_pass]
         running, new = sum(rank.running for rank in decoding), 0
         for rank in of:
-            rank.begun, tokens = _admit(rank.waiting, math.inf if rank in in_pass else mixed_tokens)
-            new += tokens if rank in decoding else 0
+            mixed = mixed_tokens if ranks == 1 else evened(mixed_tokens, rank.coming, rank.wait)
+            rank.begun, tokens = _admit(rank.waiting, math.inf if rank in in_pass else mixed)
+            rank.coming += NEWEST * (tokens - rank.coming)
+            new = max(new, len(decoding) * tokens) if rank in decoding else new
         decode_s = step(running, new) if running or new else 0.0
         pass_s = prefill(ranks * max(len(rank.begun) for rank in in_pass)) if prefill and in_pass else 0.0
         before, now = now, now + max(decode_s, pass_s)
@@ -280,6 +283,7 @@ class _Rank:
             question.
         sent: when each request comes that is on its way; begun: when those came whose first token is this step's.
         steps: decode steps that it has run.
+        coming: new tokens of a step, in the mean of the last ones.
     """
 
     running: int
@@ -289,6 +293,7 @@ class _Rank:
     sent: deque[float] = field(default_factory=deque)
     begun: list[float] = field(default_factory=list)
     steps: int = 0
+    coming: float = 0.0
 
     def __post_init__(self) -> None:
         self.told[0.0] = self.running

@@ -13,7 +13,7 @@ import torch
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu
 from sglang_mla_ext.configs import gpu_config_of
-from sglang_mla_ext.predict.mixed import LEAST_NEW, MOST_NEW_ALONE, allowed  # plain Python
+from sglang_mla_ext.predict.mixed import GRAPH_STEP, LEAST_NEW, MOST_NEW_ALONE, allowed  # plain Python
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.step import Deployment
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STEP, COARSE_STEP, COARSE_ROWS = 64, 128, 1024
-"""Rows from one size of graph to the next, beyond SGLang's own; the second from so many rows on."""
+COARSE_STEP, COARSE_ROWS = 128, 1024
+"""Rows from one size of graph to the next in place of `GRAPH_STEP`, from so many rows on."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Mixing:
         if asked == 0 or self.obstacle is not None:
             return 0
         if asked is not None:
-            return asked // STEP * STEP
+            return asked // GRAPH_STEP * GRAPH_STEP
         if not on_gpu(self.args):
             return LEAST_NEW if self.args.enable_mixed_chunk else 0
         return _predicted(self.args)
@@ -92,6 +92,6 @@ def graph_sizes(sizes: Sequence[int], most: int, query_tokens: int = 1) -> list[
     """
     found = list(sizes)
     while found[-1] < most:
-        step = STEP if found[-1] * query_tokens < COARSE_ROWS else COARSE_STEP
+        step = GRAPH_STEP if found[-1] * query_tokens < COARSE_ROWS else COARSE_STEP
         found.append(min(found[-1] + step // query_tokens, most))
     return found

@@ -38,7 +38,7 @@ from sglang_mla_ext.adapter.ranks.voting import Voting
 from sglang_mla_ext.adapter.step.mixed import MixedRule, is_extend, refusal_of
 from sglang_mla_ext.adapter.step.paired import PairedSteps
 from sglang_mla_ext.adapter.step.passes import Kind, Pass
-from sglang_mla_ext.predict.mixed import most_waiting  # plain Python
+from sglang_mla_ext.predict.mixed import NEWEST, evened, most_waiting  # plain Python
 from sglang_mla_ext.reasons import Fallback, NotMixed
 from sglang_mla_ext.rows import Rows
 
@@ -78,6 +78,7 @@ class Admission:
         self._chunk = 0  # new tokens of that batch if it is not mixed
         self._tokens_each = FIRST_GUESS  # new tokens of a request, on average of the last ones
         self._left = 0  # new tokens of the prompt that is being computed in pieces
+        self._new, self._coming = 0, 0.0  # new tokens of the batch that is being made, and of the last ones in the mean
         self._passes = 0  # batches that are to come before another one is made to be mixed
 
     def begin(self, runner: ModelRunner, *, votes: bool) -> None:
@@ -179,6 +180,8 @@ class Admission:
         """
         if not self.mixes:
             return make(scheduler, *args, **kwargs)
+        self._coming += NEWEST * (self._new - self._coming)
+        self._new = 0
         running, size = kwargs["running_batch"], scheduler.chunked_prefill_size
         tokens = self.new_tokens(scheduler, running) or 0
         scheduler.is_mixed_chunk = False
@@ -229,7 +232,11 @@ class Admission:
             free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
             if self._left + len(running.reqs) * scheduler.page_size > free:
                 return 0
-        return tokens if 0 < waiting <= most_waiting(tokens, drafts=self.paired.possible) else 0
+        if not 0 < waiting <= most_waiting(tokens, drafts=self.paired.possible):
+            return 0
+        if self.votes:
+            return evened(tokens, self._coming, waiting) // scheduler.page_size * scheduler.page_size
+        return tokens
 
     def add_request(
         self, original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
@@ -261,7 +268,7 @@ class Admission:
         """`ScheduleBatch.prepare_for_extend` is through: is the batch mixed?"""
         if not self.mixes:
             return
-        scheduler = self._scheduler
+        scheduler, self._new = self._scheduler, batch.extend_num_tokens
         scheduler.is_mixed_chunk = False  # unless it is decided
         if (chunked := scheduler.chunked_req) is not None and chunked in batch.reqs:
             place = batch.reqs.index(chunked)

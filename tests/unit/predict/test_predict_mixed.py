@@ -10,7 +10,7 @@ import pytest
 from demo_model.rank import Rank, rank_config
 
 from sglang_mla_ext.kernels.sizes import MAX_ROWS
-from sglang_mla_ext.predict.mixed import MOST_NEW, ROWS_STEP, SLOWER, bound, mixed_step, pass_layer_seconds
+from sglang_mla_ext.predict.mixed import MOST_NEW, ROWS_STEP, SLOWER, bound, evened, mixed_step, pass_layer_seconds
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import NOBODY, Arriving, Deployment, attention_seconds, predict
@@ -89,3 +89,11 @@ def test_bounds():
 def test_a_server_that_asks_loads_little():
     code = "import sys, sglang_mla_ext.predict.mixed\nassert not {'rich', 'typer', 'torch', 'numpy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("most", "coming", "waiting", "expected"),
+    [(512, 0, 10, 128), (512, 205, 10, 320), (512, 100, 1300, 384), (512, 600, 10, 512), (200, 600, 900, 200)],
+)
+def test_ranks_whose_steps_are_padded_to_the_largest(most: int, coming: float, waiting: float, expected: int) -> None:
+    assert evened(most, coming, waiting) == expected
