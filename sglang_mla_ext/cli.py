@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -66,11 +67,9 @@ def plan(
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model, as SGLang's --tp.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Ranks of DP attention among them, as SGLang's --dp.")] = 1,
     prefix_sharding: Annotated[
-        bool,
-        typer.Option(
-            "--prefix-sharding", help="As --hybrid-mla-prefix-sharding auto: shard prefixes over the ranks of --dp."
-        ),
-    ] = False,
+        bool | None,
+        typer.Option(help="Shard prefixes over the ranks of --dp, as --hybrid-mla-prefix-sharding [as the server]."),
+    ] = None,
     prefix: Annotated[
         list[int] | None,
         typer.Option("--prefix", "--prompt", min=1, help="Tokens of the shared prefix; repeatable [7069]."),
@@ -179,7 +178,10 @@ def plan(
     try:
         config = weights.read_model(model)
         sizes = tp, dp, draft_tokens, latent, expanded
-        of = asked.with_transient_expansion(Deployment(config, Gpu.named(gpu), *sizes, dtype, prefix_sharding))
+        of = Deployment(config, Gpu.named(gpu), *sizes, dtype, prefix_sharding or False)
+        if prefix_sharding is None:
+            of = replace(of, prefix_sharding=of.shards_by_default)
+        of = asked.with_transient_expansion(of)
         found = report.report(of, asked)
         found["recommendation"] = advice.recommend(of, asked)
         if plot is not None:

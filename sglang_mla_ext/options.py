@@ -87,8 +87,8 @@ class _Options:
         "which data-parallel rank a request goes to: sglang (--load-balance-method), prefix (prompts that begin "
         "alike go to one rank until it is full)",
     )
-    prefix_sharding: Literal["off", "auto", "nccl", "peers"] = _option(
-        "off",
+    prefix_sharding: Literal["auto", "off", "nccl", "peers"] = _option(
+        "auto",
         "with DP attention, shard each expanded prefix over the ranks by heads: auto (where their GPUs reach each "
         "other's memory, by stores into it), peers (the same, unchecked), nccl (by NCCL), off (each rank holds its own "
         "prefixes)",

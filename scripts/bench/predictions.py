@@ -39,6 +39,8 @@ LARGER_STEPS_SINCE, SMALLER_STEPS = "2026-11-28T07:30", (1.5, 512)
 """Before, a mixed step took at most so many times as long as without new tokens, and had at most so many."""
 FEWER_LAUNCHES_SINCE, EARLIER_STORES = "2026-11-28T19:30", ExchangeRates(1.74e-05, 1.4e11)
 """Before, an exchange by stores was nine launches a layer (exchange.jsonl, two H100s)."""
+SHARDS_SINCE = "2026-11-28T21"
+"""Servers with DP attention shard prefixes by default."""
 PREFILL_IN_GRAPHS = ("0.5.23",)
 """Releases of SGLang whose host does not launch a prefill pass kernel by kernel."""
 DRAFT_TOKENS = 4
@@ -55,7 +57,9 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     case, name = record["case"], gpu_config_of(record["gpu"])
     assert name is not None
     gpu, flags = gpu or Gpu.from_json(name), named(record)
-    if flags.hybrid_mla_prefix_sharding != "peers":  # records of `auto` are older than its choice of stores
+    by_default = "peers" if record["date"] >= SHARDS_SINCE and case.get("dp", 1) > 1 else "off"
+    sharding = flags.hybrid_mla_prefix_sharding or by_default
+    if sharding != "peers":  # records of `auto` are older than its choice of stores
         gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=None))
     elif record["date"] < FEWER_LAUNCHES_SINCE:
         gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=EARLIER_STORES))
@@ -69,7 +73,7 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
         DRAFT_TOKENS if case.get("drafts") else 1,
         latent_element_bytes=latent,
         expanded_element_bytes=expanded,
-        prefix_sharding=flags.hybrid_mla_prefix_sharding not in (None, "off"),
+        prefix_sharding=sharding != "off",
         prefill_expand_tokens=transient_tokens(record),
     )
 

@@ -125,8 +125,10 @@ def headline(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 def sharded(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     """Yield the newest runs of DP ranks, by how they hold the prompt, beside fa3 on the same ranks."""
-    newest = {(r["impl"], r["case"]["prefix"], r["case"]["requests"], r["case"].get("flags")): r for r in records}
-    for (_, *case, _), record in sorted(newest.items(), key=lambda item: (item[0][1:3], held(item[1]))):
+    newest = {
+        (r["impl"], r["sglang"], r["case"]["prefix"], r["case"]["requests"], r["case"].get("flags")): r for r in records
+    }
+    for (_, *case, _), record in sorted(newest.items(), key=lambda item: (item[0][1:4], held(item[1]))):
         stock = newest.get(("sglang_fa3", *case, None))
         if record["bench"] == "decode":
             plan = {"ms": step(record).seconds * 1e3}

@@ -19,6 +19,8 @@ WORTH = 1.03
 """Gains below this are not worth a flag: predictions are not that good."""
 CLEARLY = 1.05
 """So much better must another dtype or deployment be to be named."""
+SHARD_BY_NCCL = "--hybrid-mla-prefix-sharding nccl"
+"""Where a server does not shard prefixes by itself, because ranks are on several hosts."""
 LATER = "with later first tokens where many requests come at once"
 """Cost of sharded prefixes where prefill passes expand nothing for themselves."""
 PREFILL = "Prefill gains in addition: a pass expands a prompt once for all of its requests."
@@ -81,8 +83,10 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
         flags.append(f"--hybrid-mla-prefix-memory-gb {best.asked.for_prefixes:g}")
     if of.expanded_element_bytes != of.latent_element_bytes:
         flags.append(f"--hybrid-mla-prefix-dtype {'fp8_e4m3' if of.expanded_element_bytes == 1 else 'bf16'}")
-    if of.dp > 1:
-        flags.append("--hybrid-mla-prefix-sharding auto" if of.prefix_sharding else "--hybrid-mla-dp-routing prefix")
+    if of.prefix_sharding and not of.shards_by_default:
+        flags.append(SHARD_BY_NCCL)
+    if of.dp > 1 and not of.prefix_sharding:
+        flags.append("--hybrid-mla-dp-routing prefix")  # with which a server does not shard
     flags += _prefill_expand_tokens(best) + _most_running(best)
     tokens = {"stock": memory.tokens(shared=False), "shared": memory.tokens(shared=True)}
     pays = {prompt: sharing.pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in asked.prompts}
@@ -167,7 +171,8 @@ def _alternatives(best: Choice) -> Iterator[str]:
     """Yield what else is clearly better: FP8 prefixes, prefixes sharded over ranks, another division of heads."""
     of, asked = best.of, replace(best.asked, for_prefixes=None)
     fp8 = "--hybrid-mla-prefix-dtype fp8_e4m3", "at FP8's precision"
-    sharding = "--hybrid-mla-prefix-sharding auto", "" if of.prefill_expand_tokens else LATER
+    way = "--hybrid-mla-prefix-sharding auto" if of.shards_by_default else SHARD_BY_NCCL
+    sharding = way, "" if of.prefill_expand_tokens else LATER
     reached = most = best.outcome.mean
     for ways in ((fp8,), (sharding,), (fp8, sharding)):
         flags, prices = zip(*ways, strict=True)
@@ -184,7 +189,9 @@ def _alternatives(best: Choice) -> Iterator[str]:
     if of.tp > 1 and asked.step_ms is None:
         dp = 1 if of.dp > 1 else of.tp
         try:
-            other = _best(asked.with_transient_expansion(replace(of, dp=dp, prefix_sharding=False)), asked)
+            divided = replace(of, dp=dp, prefix_sharding=False)
+            divided = replace(divided, prefix_sharding=divided.shards_by_default)
+            other = _best(asked.with_transient_expansion(divided), asked)
         except ValueError:  # heads do not divide so
             return
         if other is not None and other.outcome.tokens_per_s > CLEARLY * best.outcome.tokens_per_s:

@@ -88,13 +88,22 @@ class Deployment:
             raise ValueError(f"--dp {self.dp} does not divide --tp {self.tp}: SGLang's ranks are counted by --tp")
         if self.dims.num_heads % self.head_ranks:
             raise ValueError(f"{self.dims.num_heads} heads do not divide among {self.head_ranks} ranks")
-        if self.prefix_sharding and (self.dp == 1 or self.dp != self.tp or self.dims.num_heads % self.dp):
+        if self.prefix_sharding and not self._may_shard:
             raise ValueError(
                 f"prefixes are sharded over ranks of DP attention with requests of their own, which divide "
                 f"{self.dims.num_heads} heads: --prefix-sharding needs --dp as large as --tp"
             )
         if self.has_states and (self.query_tokens > 1 or self.latent_element_bytes < 2):
             raise ValueError("beside layers with linear attention a server takes neither drafts nor an FP8 cache")
+
+    @property
+    def shards_by_default(self) -> bool:
+        """Whether a server shards prefixes over ranks unless it is told."""
+        return self._may_shard and self.tp <= GPUS_OF_A_HOST
+
+    @property
+    def _may_shard(self) -> bool:
+        return self.dp == self.tp > 1 and self.dims.num_heads % self.dp == 0
 
     @cached_property
     def dims(self) -> ModelDims:

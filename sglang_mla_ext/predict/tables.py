@@ -187,7 +187,7 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
     if of.has_states:
         lines += _of_linear_layers(of, found)
     if of.prefix_sharding:
-        lines.append("Prefixes are sharded over ranks; the cost of the exchange was measured on two GPUs.")
+        lines.append("Prefixes are sharded over ranks; the cost of the exchange was measured on four GPUs.")
     if found["memory"] is not None and not found["memory"]["budget_gib"]:
         lines.append("The weights do not fit in this memory: steps are shown as if they did.")
     for case in found["cases"]:

@@ -75,8 +75,8 @@ WHOLE = {
     "a placeholder for a model": "--model-path '{{ .Values.model }}' --tp '<TP>'",
     "Mistral Large 3": "--model-path mistralai/Mistral-Large-3-675B-Instruct-2512 --tp 8",
     "DP attention": f"{V3} --enable-dp-attention --dp 8",
+    "DP attention, not sharded": f"{V3} --enable-dp-attention --dp 8 --hybrid-mla-prefix-sharding off",
     "DP attention, few heads": f"{V3} --tp 16 --enable-dp-attention --dp 2",
-    "DP attention, sharded": f"{V3} --enable-dp-attention --dp 8 --hybrid-mla-prefix-sharding auto",
 }
 """Whole commands, by name: of all releases."""
 

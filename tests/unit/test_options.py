@@ -46,7 +46,7 @@ BAD = [
     ("prefill_expand_tokens", -1, "must be 0 (never) or at least 256, a chunk"),
     ("verify_interval", -1, "must be 0 (never) or more"),
     ("dp_routing", "random", "use one of sglang, prefix"),
-    ("prefix_sharding", "on", "use one of off, auto"),
+    ("prefix_sharding", "on", "use one of auto, off"),
     ("mixed_tokens", 63, "must be 0 (never mix) or at least 64, a page"),
     ("mixed_tokens", -1, "must be 0 (never mix) or at least 64, a page"),
 ]

@@ -55,7 +55,8 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     buffers = buffer_bytes(configurator, replace(options, prefill_expand_tokens=0))
     default = default_bytes(available, buffers, token, beside, always=options.mode == "naive")
     if not default:
-        could_shard = options.prefix_sharding == "off" and not server.ranks.sharding_obstacle
+        asked = HybridMLAOptions.from_env().prefix_sharding  # ranks that do not reach each other have another
+        could_shard = asked == "off" and not server.ranks.sharding_obstacle
         together = f"hold prefixes together ({sharded_prefixes.FLAG} auto), " if could_shard else ""
         logger.warning(
             "hybrid_mla: no prefix stays expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d "

@@ -35,12 +35,14 @@ class Ranks:
         if self.dp == 1:
             return "a server without DP attention (--enable-dp-attention)"
         args, gpu = self.args, on_gpu(self.args)
-        heads = installed.model_config(args).get_text_config().num_attention_heads
+        heads = getattr(installed.model_config(args).get_text_config(), "num_attention_heads", 0)
         reasons = {
             # Ranks that share the heads of a request would have to exchange in groups of their own.
             f"--dp-size {self.dp} that is not --tp-size {args.tp_size}": self.dp != args.tp_size,
             f"{heads} heads, which {self.dp} ranks do not divide": heads % self.dp > 0,
             "a mode or a budget that never expands": not self.options.may_expand,
+            "--hybrid-mla-dp-routing prefix, which keeps a prompt on one rank": self._by_itself
+            and self.options.dp_routing == "prefix",
             "--disaggregation-mode": args.disaggregation_mode != "null",
             "--elastic-ep-backend": args.elastic_ep_backend is not None,
             # Each rank picks a graph of its own size (sgl-project/sglang#30242).
@@ -61,10 +63,21 @@ class Ranks:
 
     @property
     def sharding_warning(self) -> str | None:
-        """Why sharding is asked for in vain."""
-        if self.options.prefix_sharding == "off" or self.sharding_obstacle is None:
+        """Why ranks do not shard prefixes, unless they are on a CPU, or the user has chosen what does not."""
+        how, obstacle = self.options.prefix_sharding, self.sharding_obstacle
+        if how == "off" or obstacle is None:
             return None
-        return f"{FLAG} {self.options.prefix_sharding} has no effect here, because of {self.sharding_obstacle}."
+        if not self._by_itself:
+            return f"{FLAG} {how} has no effect here, because of {obstacle}."
+        chosen = self.dp == 1 or not self.options.may_expand or self.options.dp_routing == "prefix"
+        if chosen or not on_gpu(self.args):
+            return None
+        return f"Each rank expands prefixes for itself, because of {obstacle}."
+
+    @property
+    def _by_itself(self) -> bool:
+        """Return whether it is the server that decides whether prefixes are sharded."""
+        return self.options.prefix_sharding == "auto"
 
     @property
     def by_stores(self) -> bool:

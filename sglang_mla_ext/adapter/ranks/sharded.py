@@ -42,6 +42,9 @@ twice in each step."""
 MOST_STEPS_OF_NOTHING = 64
 """That pass without a vote after votes in which plans differed."""
 
+UNUSED_S = 600
+"""Seconds with requests after which the log says that no step has shared a prefix."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -128,6 +131,8 @@ class ShardedSteps:
         self._without_vote = 0  # steps that are to come
         self._differed = 0  # votes one after the other in which plans did
         self._graphs: Sequence[int] | None = None
+        self._first_pass_s: float | None = None
+        self._is_unused = True
 
     def begin(self, runner: ModelRunner) -> None:
         """SGLang has captured its graphs."""
@@ -175,6 +180,24 @@ class ShardedSteps:
         if reason is not None:
             self._counters.not_sharded[reason.code] += 1
         self._member.begin(self._plan)
+        if self._is_unused:
+            self._watch_use()
+
+    def _watch_use(self) -> None:
+        """Say once how to have the memory back, if no step has shared anything for long."""
+        now = time.monotonic()
+        self._first_pass_s = self._first_pass_s or now
+        if self.shared_plan() is not None:
+            self._is_unused = False
+        elif now - self._first_pass_s > UNUSED_S:
+            self._is_unused = False
+            if self._member.rank == 0:
+                logger.info(
+                    "hybrid_mla: no step has shared a prefix in the first %d minutes with requests. If that is how "
+                    "this server is used, --hybrid-mla-prefix-memory-gb 0 gives the memory for expanded prefixes back "
+                    "to the KV cache.",
+                    UNUSED_S // 60,
+                )
 
     def shared_plan(self) -> ShardedPlan | None:
         """What the pass that begins shares, if it is one that shares anything."""

@@ -32,7 +32,7 @@ class Member:
             sharing: whose source the reports are, with room for the steps of all ranks.
             rank: this one.
         """
-        self._sharing, self._reports, self._rank = sharing, reports, rank
+        self._sharing, self._reports, self.rank = sharing, reports, rank
         self._planned: Planned | None = None  # of the last agreement
         self._settled = True  # whether memory is given to what was asked for, and all of that is expanded
 
@@ -62,7 +62,7 @@ class Member:
         rows = agreement.rows_of_all(self._sharing.planner.query_tokens)
         self._planned = self._sharing.plan_shared(agreement.tree, rows)
         self._settled = False
-        return ShardedPlan.of(self._planned, agreement, self._rank, each)
+        return ShardedPlan.of(self._planned, agreement, self.rank, each)
 
     def fingerprint_of(self, plan: ShardedPlan) -> int:
         """See ShardedPlan.fingerprint: of a plan of the last agreement, with what was asked for with that."""

@@ -344,7 +344,7 @@ def test_the_gain_with_short_answers_without_and_with_a_slow_host():
 def test_advice_where_nothing_is_gained():
     few = recommended("--tp", "8", "--prefix", "7069", "--batch", "4")
     assert few.startswith("OFF") and "break-even: 11 requests at 7,069 tokens" in few
-    heavy = recommended("--tp", "8", "--dp", "8", "--prefix", "26472")
+    heavy = recommended("--tp", "8", "--dp", "8", "--no-prefix-sharding", "--prefix", "26472")
     assert heavy.startswith("OFF") and "Without DP attention" in heavy
     assert "do not fit in 1 of these GPUs" in recommended()
     assert "with --mem-fraction-static 0.63" in recommended("--tp", "8", "--mem-fraction", "0.5", "--batch", "256")
@@ -401,11 +401,9 @@ def test_more_requests_than_a_step_shares_with():
 
 def test_advice_to_hold_prefixes_together():
     """In BF16 the default holds a part of the prompt, in FP8 all of it fits; not where it cannot be, or is already."""
-    case = ("--tp", "8", "--dp", "8", "--prefix", "26472", "--batch", "1024")
-    said, sharded = (
-        recommended(*case),
-        planned(*case, "--prefix-sharding", "--prefix-dtype", "fp8_e4m3")["recommendation"],
-    )
+    together = ("--tp", "8", "--dp", "8", "--prefix", "26472", "--batch", "1024")
+    case = (*together, "--no-prefix-sharding")
+    said, sharded = (recommended(*case), planned(*together, "--prefix-dtype", "fp8_e4m3")["recommendation"])
     assert (
         said.startswith("OFF without the changes below: ")
         and "With --hybrid-mla-prefix-sharding auto expect 1." in said
@@ -421,16 +419,15 @@ def test_advice_to_hold_prefixes_together():
 
 
 def test_a_rank_with_all_heads_where_it_pays():
-    said = recommended(
-        "--model", "kimi-k2.5", "--tp", "8", "--dp", "8", "--kv-cache-dtype", "fp8_e4m3", "--prefix", "7069"
-    )
+    kimi = ("--model", "kimi-k2.5", "--tp", "8", "--dp", "8", "--kv-cache-dtype", "fp8_e4m3", "--prefix", "7069")
+    said = recommended(*kimi, "--no-prefix-sharding")
     assert said.startswith("ON: ") and "--hybrid-mla-dp-routing prefix" in said
     assert "requests a rank" in said
 
 
 def test_nothing_saved_says_why_and_the_cache_limits_what_runs():
     batches = (word for batch in (128, 512, 1024, 2048) for word in ("--batch", str(batch)))
-    case = ("--tp", "8", "--dp", "8", "--prefix", "26472", *batches)
+    case = ("--tp", "8", "--dp", "8", "--no-prefix-sharding", "--prefix", "26472", *batches)
     found = planned(*case)
     assert [case["requests"] for case in found["cases"]] == [128, 512, 1024, 2048]
     reasons = [case["why_plain"] for case in found["cases"]]
@@ -501,7 +498,7 @@ def test_prefixes_that_ranks_hold_together() -> None:
     """An eighth of the memory, and shared where a rank alone has no room; the exchange is a part of the step."""
     sharded, alone = (
         planned("--tp", "8", "--dp", "8", "--prefix", "26472", "--requests", "1024", *flags)
-        for flags in (["--prefix-sharding"], [])
+        for flags in ([], ["--no-prefix-sharding"])
     )
     (case,), (other,) = sharded["cases"], alone["cases"]
     assert 7 * case["expanded_gib"] < other["expanded_gib"] < 8 * case["expanded_gib"]
@@ -523,7 +520,9 @@ def test_prefixes_that_ranks_hold_together() -> None:
     )
     bytes_sent = 128 * (128 - 16) * (192 + 128) * 2
     assert exchange == pytest.approx(61 * (rates.overhead_s + bytes_sent / rates.bytes_per_s))
-    assert "--hybrid-mla-prefix-sharding auto" in advised(sharded["recommendation"])
+    assert "--hybrid-mla-prefix-sharding" not in advised(sharded["recommendation"]), "it is the server's default"
+    hosts = planned("--tp", "16", "--dp", "16", "--prefix", "26472", "--requests", "2048", "--prefix-sharding")
+    assert "--hybrid-mla-prefix-sharding nccl" in advised(hosts["recommendation"])
     for bad in ({"dp": 4}, {"tp": 1, "dp": 1}):
         with pytest.raises(ValueError, match="--prefix-sharding needs --dp as large as --tp"):
             Deployment(**{"config": V3, "gpu": H200, "tp": 8, "dp": 8, "prefix_sharding": True, **bad})

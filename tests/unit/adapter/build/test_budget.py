@@ -105,15 +105,16 @@ def test_the_default_is_a_quarter_or_nothing(
 @pytest.mark.parametrize(
     ("available", "given", "ranks", "tokens", "gib"),
     [
-        (40, {}, 8, 8192, 0),
+        (40, {"prefix_sharding": "off"}, 8, 8192, 0),
+        (40, {}, 8, 8192, 10),  # sharded: an eighth of a prompt on each rank
         (10, {}, 8, 0, 0),  # a twentieth is too little
         (40, {}, 1, 0, 0),
         (40, {"mode": "absorb"}, 8, 0, None),
-        (40, {"prefill_expand_tokens": 0}, 8, 0, 0),
+        (40, {"prefill_expand_tokens": 0, "prefix_sharding": "off"}, 8, 0, 0),
         (40, {"prefix_memory_gb": 0.0}, 8, 0, 0),
         (40, {"prefix_memory_gb": 2.0}, 8, 0, 2),
         (40, {"prefix_memory_gb": 6.0}, 8, 8192, 6),
-        (160, {}, 8, 8192, 40),  # beside the share
+        (160, {"prefix_sharding": "off"}, 8, 8192, 40),  # beside the share
     ],
     ids=str,
 )
@@ -134,7 +135,8 @@ def test_what_prefill_expands_for_itself_by_default(
     found = budget.with_default(available * GIB, server, options(**given))
     taken = budget.transient_bytes(*model.described(server, options()), tokens)
     assert found.transient_tokens == tokens and (not tokens or 0.5 < taken / GIB < 1)
-    assert found.prefix_memory_gb == (gib and pytest.approx(gib + taken / GIB * (gib == 40)))
+    beside = taken / GIB * (gib in (10, 40))
+    assert found.prefix_memory_gb == (gib and pytest.approx(gib + beside))
     assert not gib or budget.prefix_bytes(found) == int(found.prefix_memory_gb * GIB)
 
 

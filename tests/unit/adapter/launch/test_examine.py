@@ -73,8 +73,8 @@ def test_a_release_between_those_that_were_tested(found: dict[str, Any]) -> None
 
 
 def test_that_decode_gains_nothing_with_dp_attention(found: dict[str, Any]) -> None:
-    """By default; not where ranks have few heads, or hold prefixes together."""
-    cases = ("DP attention", "DP attention, few heads", "DP attention, sharded", "")
+    """Where prefixes are not sharded; not where ranks have few heads."""
+    cases = ("DP attention, not sharded", "DP attention, few heads", "DP attention", "")
     assert [found[name]["outcome"] for name in cases] == ["works"] * 4
     caveats = [found[name]["caveat"] for name in cases]
     assert caveats[0].startswith("decode gains nothing: with DP attention") and caveats[1:] == [None] * 3

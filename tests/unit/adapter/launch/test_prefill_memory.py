@@ -38,8 +38,9 @@ def test_memory_of_a_prefill_pass(
     if set_to is not None:
         monkeypatch.setenv(VARIABLE, set_to)
     args = test_limits.server_args(**{**EIGHT, **changes})
-    assert all(limits.warnings(test_limits.server(args, on_gpu)) == [] for on_gpu in (True, False))
-    said = limits.warnings(test_limits.server(args, True, H200_BYTES))
+    alone = {"prefix_sharding": "off"}
+    assert all(limits.warnings(test_limits.server(args, on_gpu, **alone)) == [] for on_gpu in (True, False))
+    said = limits.warnings(test_limits.server(args, True, H200_BYTES, **alone))
     if advice is None:
         assert said == []
     else:

@@ -32,10 +32,7 @@ EIGHT = {"enable_dp_attention": True, "tp_size": 8, "dp_size": 8, "attn_dp_size"
 
 
 def server_args(**changes: Any) -> Any:
-    more = {"elastic_ep_backend": None, "moe_dense_tp_size": None, "enable_dp_lm_head": False, "nnodes": 1}
-    args = test_limits.server_args(**{**EIGHT, **{name: changes[name] for name in changes.keys() - more.keys()}})
-    vars(args).update(more | {name: changes[name] for name in changes.keys() & more.keys()})
-    return args
+    return test_limits.server_args(**{**EIGHT, **changes})
 
 
 @pytest.mark.parametrize(
@@ -59,6 +56,9 @@ def server_args(**changes: Any) -> Any:
         ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, {}, "decode without CUDA graphs"),
         ({"disable_cuda_graph_padding": True}, {}, "--disable-cuda-graph-padding"),
         ({}, {"prefix_sharding": "peers"}, None),
+        ({"enable_dp_attention": False, "attn_dp_size": 1}, {"prefix_sharding": "peers"}, "without DP attention"),
+        ({}, {"dp_routing": "prefix"}, "keeps a prompt on one rank"),
+        ({}, {"dp_routing": "prefix", "prefix_sharding": "peers"}, None),
         ({"nnodes": 2}, {}, "ranks on several nodes"),
         ({"nnodes": 2}, {"prefix_sharding": "peers"}, "ranks on several nodes"),
         ({"nnodes": 2}, {"prefix_sharding": "nccl"}, None),
@@ -68,22 +68,26 @@ def server_args(**changes: Any) -> Any:
 def test_where_prefixes_are_sharded(
     changes: dict[str, Any], given: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"prefix_sharding": "auto", **given}
-    args = server_args(**changes)
+    """Without a flag, too. What the user has chosen otherwise, or could not choose, is not said."""
+    args, by_itself = server_args(**changes), "prefix_sharding" not in given
     assert test_limits.server(args, **given | {"prefix_sharding": "off"}).ranks.sharding == 1
     assert test_limits.server(args, **given).ranks.sharding == (8 if reason is None else 1)
     for name, value in given.items():
         monkeypatch.setenv(f"SGLANG_HYBRID_MLA_{name.upper()}", value)
-    said = [each for each in limits.warnings(test_limits.server(args)) if sharded_prefixes.FLAG in each]
-    assert len(said) == (reason is not None) and all(reason in each for each in said)
+    begins = "Each rank expands prefixes for itself" if by_itself else sharded_prefixes.FLAG
+    said = [each for each in limits.warnings(test_limits.server(args)) if each.startswith(begins)]
+    chosen = ("without DP attention", "never expands", "keeps a prompt on one rank")
+    silent = reason is None or (by_itself and reason in chosen)
+    assert len(said) == (not silent) and all(reason in each for each in said)
 
 
 def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     args = server_args()
     assert test_limits.server(args, on_gpu=False, prefix_sharding="nccl").ranks.sharding == 8
-    for stores in ("auto", "peers"):
+    for stores, warns in (("auto", False), ("peers", True)):
         alone = test_limits.server(args, on_gpu=False, prefix_sharding=stores).ranks
-        assert alone.sharding == 1 and "a CPU" in alone.sharding_warning
+        assert alone.sharding == 1 and "a CPU" in alone.sharding_obstacle
+        assert (alone.sharding_warning is not None) == warns
 
 
 @pytest.mark.parametrize(
@@ -248,6 +252,26 @@ def test_a_prompt_is_named_once_whatever_batches_its_request_is_in(monkeypatch: 
     del newcomer
     rank.sharded.comes(None)
     assert gone() is None and not rank.failures
+
+
+def test_after_ten_minutes_without_a_shared_step_the_log_says_how_to_have_the_memory_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, minutes in which ranks have requests; not where something was shared before."""
+    now = [1000.0]
+    monkeypatch.setattr(sharded.time, "monotonic", lambda: now[0])
+    caplog.set_level("INFO")
+
+    def said_after(reqs: list[Any]) -> int:
+        caplog.clear()
+        rank = Rank(graphs=[1, 2, 8])
+        for seconds in (5000, 5000, 300, 250, 250, 250, 250):
+            now[0] += seconds
+            rank.step(reqs if rank.sharded._first_pass_s or seconds < 5000 else [])
+        return caplog.text.count("--hybrid-mla-prefix-memory-gb 0")
+
+    assert said_after([request(60), request(60)]) == 1
+    assert said_after([request(600), request(600)]) == 0
 
 
 def test_who_shares_nothing_seldom_waits_for_the_others() -> None:

@@ -66,7 +66,7 @@ def rules(monkeypatch: pytest.MonkeyPatch, rates: GpuRates = H200, most_mixed: i
     return {name: str(value) for name, value in found.items()}
 
 
-CHANGED = {"prefix_dtype": "bf16", "mode": "absorb", "dp_routing": "prefix", "prefix_sharding": "auto"}
+CHANGED = {"prefix_dtype": "bf16", "mode": "absorb", "dp_routing": "prefix", "prefix_sharding": "off"}
 """Other values than the default, of options that are no numbers."""
 
 
