@@ -221,8 +221,8 @@ class Admission:
         if self.paired.possible and running.has_grammar:
             return 0  # SGLang advances grammars by results that are in its queue, not by those of a pair
         padding = (self.rule.query_tokens - 1) * (len(scheduler.waiting_queue) + 1)
-        tokens = min(self.rule.tokens, self.rule.room(len(running.reqs)) - padding, size)
-        tokens = tokens // scheduler.page_size * scheduler.page_size  # a prompt is cut into whole pages
+        page: int = scheduler.page_size  # a prompt is cut into whole ones
+        tokens: int = min(self.rule.tokens, self.rule.room(len(running.reqs)) - padding, size) // page * page
         places = scheduler.get_num_allocatable_reqs(len(running.reqs))
         waiting = max(min(len(scheduler.waiting_queue), places), 0) * self._tokens_each
         if chunked is not None:
@@ -230,12 +230,12 @@ class Admission:
             # SGLang let the prompt in with all of its tokens, and ends where a piece finds no place: running requests,
             # which take slots in each mixed step, must leave as many as it needs.
             free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-            if self._left + len(running.reqs) * scheduler.page_size > free:
+            if self._left + len(running.reqs) * page > free:
                 return 0
         if not 0 < waiting <= most_waiting(tokens, drafts=self.paired.possible):
             return 0
         if self.votes:
-            return evened(tokens, self._coming, waiting) // scheduler.page_size * scheduler.page_size
+            tokens = evened(tokens, self._coming, waiting) // page * page
         return tokens
 
     def add_request(
