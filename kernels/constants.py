@@ -26,7 +26,7 @@ LATENT_DIMS = (512, 64)
 
 
 def is_block_dim(dim: int) -> bool:
-    """Whether a block of Triton's products can be as long: a power of two, of at least 16."""
+    """Return whether a block of Triton's products can have this length: a power of two, at least 16."""
     return dim >= 16 and dim & (dim - 1) == 0
 
 
@@ -36,7 +36,8 @@ def block_of(dim: int) -> int:
 
 
 def supports_heads(qk_nope_head_dim: int, v_head_dim: int, qk_rope_head_dim: int) -> bool:
-    """Whether keys and values per head can have these dimensions: rows begin at whole 16 bytes in every dtype."""
+    """Return whether keys and values per head can have these dimensions: at most 256, and such that rows begin at whole
+    16 bytes in every dtype."""
     parts = (v_head_dim, qk_rope_head_dim)
     return qk_nope_head_dim % 16 == 0 and all(map(is_block_dim, parts)) and max(qk_nope_head_dim, *parts) <= 256
 

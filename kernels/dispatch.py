@@ -100,7 +100,7 @@ def make_kept_part(
 
 
 def multiprocessors(device: torch.device | str) -> int:
-    """Of a GPU."""
+    """Number of multiprocessors of a GPU."""
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
 

@@ -1,4 +1,4 @@
-"""What Triton's releases name differently in Gluon."""
+"""Names in Gluon that differ between Triton's releases."""
 
 from triton.experimental.gluon import language as gl
 

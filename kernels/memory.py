@@ -60,7 +60,7 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """Of the tensors that are still in use."""
+        """Bytes of the tensors that are still in use."""
         return sum(tensor.nbytes for tensor in self._in_use())
 
     def _in_use(self) -> Iterator[Tensor]:

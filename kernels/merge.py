@@ -80,7 +80,7 @@ def sum_partials(
     UNROLL: tl.constexpr,
     MORE: tl.constexpr,
 ):
-    """Of a row's partials: weighted sum `[BLOCK_HEADS, 1, DV]`; sum of weights and largest lse2, `[BLOCK_HEADS, 1]`.
+    """Sum a row's partials: weighted sum `[BLOCK_HEADS, 1, DV]`; sum of weights, largest lse2, `[BLOCK_HEADS, 1]`.
 
     No sum passes through shared memory: a thread has all splits of its columns, four in BF16 too (hence the hint). The
     maximum over the tile makes the compiler issue all loads of a tile before the first product; with one for each split

@@ -1,4 +1,4 @@
-"""Which partial results each row of the batch has, as the merge reads it.
+"""Table of the partial results of each row of the batch, as the merge reads it.
 
     partials of row r = partials[begins[r] : begins[r] + counts[r]]
 

@@ -1,5 +1,5 @@
-"""How tokens, rows and segments are cut, for kernels and planner alike. Plain Python, so that a command line can ask
-without loading the kernels."""
+"""Sizes of pages, chunks, rows and segments, for kernels and planner alike. Plain Python, so that a command line can
+ask without loading the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a work list divides keys: how often those of each group are split, and in which order the items are taken.
+"""Division of a work list's keys: how often those of each group are split, and in which order the items are taken.
 
 Both are pure functions of sizes, on the host, for kernels that run a fixed number of programs over a list of items:
 program p takes p, p + programs, p + 2·programs and so on.

@@ -1,4 +1,4 @@
-"""Copies what one layer's attention did, in a captured graph too, and at no cost where nothing is watched.
+"""Copy the query and result of one layer's attention, in a captured graph too, and at no cost where nothing is watched.
 
 A merge (merge.py) is the last kernel that touches a layer's attention, and it has the queries at hand. Which layer is
 watched stands in device memory, so a captured graph need not change: where it is this merge's, the programs of the
@@ -59,7 +59,7 @@ class Watch:
 
     @classmethod
     def workspace_bytes_for(cls, **sizes: int | torch.dtype) -> int:
-        """What an object of these sizes would allocate; as of the constructor, without `device`."""
+        """Bytes that an object of these sizes would allocate; sizes as in the constructor, without `device`."""
         return cls(**sizes, device="meta").workspace_bytes  # type: ignore[arg-type]
 
     def set_target(self, layer: int, first_row: int) -> None:

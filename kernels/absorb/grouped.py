@@ -137,7 +137,7 @@ class GroupedAbsorb(ABC):
 
     @classmethod
     def workspace_bytes_for(cls, **sizes: Any) -> int:
-        """What an object would allocate; sizes as of the constructor, without `device` and with `programs`."""
+        """Bytes that an object would allocate; sizes as in the constructor, without `device` and with `programs`."""
         return cls(**sizes, device="meta").workspace_bytes
 
     def plan(self, segments: Sequence[Segment], requests: int) -> None:

@@ -110,7 +110,7 @@ class AbsorbFP8(ABC):
 
     @classmethod
     def workspace_bytes_for(cls, **sizes: Any) -> int:
-        """What an object would allocate; sizes as of the constructor, without `device` and with `num_sms`."""
+        """Bytes that an object would allocate; sizes as in the constructor, without `device` and with `num_sms`."""
         return cls(**sizes, device="meta").workspace_bytes
 
     @property

@@ -146,7 +146,7 @@ class AbsorbCapacity:
 
     @property
     def max_partial_rows(self) -> int:
-        """Those of segments, and behind them those of tails."""
+        """Partial rows in all, at most: those of segments, and behind them those of tails."""
         return self.max_segment_partials + self.max_tail_partials
 
     @property

@@ -47,7 +47,7 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 def supports(device: torch.device, dtype: torch.dtype, kv_lora_rank: int, qk_rope_head_dim: int, heads: int) -> bool:
-    """Whether the kernel takes such a latent cache: on a Hopper GPU, in BF16, with DeepSeek's dimensions."""
+    """Return whether the kernel supports such a latent cache: on a Hopper GPU, in BF16, with DeepSeek's dimensions."""
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     dims = (kv_lora_rank, qk_rope_head_dim)
     return on_hopper and dtype == torch.bfloat16 and dims == (LATENT.value, ROPE.value) and heads % 8 == 0

@@ -60,8 +60,8 @@ SLOTS = 4
 
 
 def supports(device: torch.device, layout: LatentRowLayout, heads: int, page_size: int) -> bool:
-    """Whether this kernel or that of sm90_fp8_few_heads.py takes such a cache: on a Hopper GPU, with DeepSeek's
-    dimensions."""
+    """Return whether this kernel or that of sm90_fp8_few_heads.py supports such a cache: on a Hopper GPU, with
+    DeepSeek's dimensions."""
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     dims = (layout.kv_lora_rank, layout.qk_rope_head_dim)
     return on_hopper and dims == (LATENT.value, ROPE.value) and page_size == BLOCK.value and heads % 8 == 0
@@ -235,7 +235,8 @@ def check(
 
 
 def describe(q_absorbed: Tensor, q_rope: Tensor, pool: Tensor, strip_rows: int) -> list[TensorDescriptor]:
-    """What both kernels copy with TMA: content and rotary part of the query, content, rotary part and scale of rows."""
+    """Return descriptors of what both kernels copy with TMA: content and rotary part of the query, content, rotary part
+    and scale of rows."""
     layout = LatentRowLayout(LATENT.value, ROPE.value)
     scales = pool[:, layout.scale_offset : layout.rope_offset].view(torch.float32)  # [slots, 4], the first one counts
     of_query = [1, strip_rows, QUERY_COLUMNS.value]

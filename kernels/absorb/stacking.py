@@ -1,4 +1,4 @@
-"""How many requests a tile of query rows takes.
+"""Number of requests whose query rows share a tile.
 
 Plain Python, so that a command line can ask without loading the kernels.
 """

@@ -1,4 +1,4 @@
-"""Exchange of queries and results between ranks that hold expanded prefixes together; the interface."""
+"""Interface of the exchange of queries and results between ranks with sharded prefixes."""
 
 from __future__ import annotations
 

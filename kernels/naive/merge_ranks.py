@@ -1,4 +1,4 @@
-"""Merge private tails with what the ranks that hold a prefix together give back, each for its heads.
+"""Merge private tails with the results for sharded prefixes that each rank returns for its heads.
 
     lse = ln(exp(tail_lse) + exp(lse_r))        out = exp(tail_lse - lse) · tail_out + exp(lse_r - lse) · out_r
 

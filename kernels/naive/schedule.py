@@ -98,7 +98,7 @@ class WorkList:
 
     @property
     def table(self) -> PartialTable:
-        """Which partials each row has."""
+        """Table of the partials of each row."""
         return self.capacity.table_of(self.buffer)
 
     @property

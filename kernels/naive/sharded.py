@@ -1,5 +1,4 @@
-"""Attention to expanded prefixes that ranks hold together, each for its part of the heads: as attention.py, for the
-rows of all ranks.
+"""Attention to sharded prefixes, each rank with its part of the heads: as attention.py, for the rows of all ranks.
 
                     rank 0                         rank 1
     queries     [rows, heads]  ── all-to-all ──  [rows, heads]

@@ -87,8 +87,9 @@ class LayerKeys:
 
 
 def supports(buffers: ExpandedBuffers) -> bool:
-    """Whether the kernel can read these buffers: on a Hopper GPU, BF16 or FP8, head dimensions of 64 or 128, or in BF16
-    up to 256. (In FP8, where each tile's output is summed apart, that would take more registers than there are.)"""
+    """Return whether the kernel can read these buffers: on a Hopper GPU, BF16 or FP8, head dimensions of 64 or 128, or
+    in BF16 up to 256. (In FP8, where each tile's output is summed apart, that would need more registers than there
+    are.)"""
     nope, v, rope = buffers.qk_nope_head_dim, buffers.v_head_dim, buffers.qk_rope_head_dim
     on_hopper = buffers.device.type == "cuda" and torch.cuda.get_device_capability(buffers.device) == (9, 0)
     widths = (64, 128, 192, 256) if buffers.dtype == torch.bfloat16 else (64, 128)

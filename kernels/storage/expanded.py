@@ -147,7 +147,7 @@ class ExpandedBuffers:
 
     @property
     def is_wide(self) -> bool:
-        """Whether a head is wider than DeepSeek's, so that kernels have to take fewer tokens at once."""
+        """Return whether a head is wider than DeepSeek's, so that kernels have to process fewer tokens at once."""
         return max(self.qk_nope_head_dim, self.v_head_dim) > 128
 
     @property

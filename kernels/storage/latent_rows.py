@@ -154,7 +154,7 @@ def quantize(latent: Tensor, rope: Tensor) -> Tensor:
 
 
 def dequantize(rows: Tensor, layout: LatentRowLayout | None = None) -> tuple[Tensor, Tensor]:
-    """What rows of bytes mean; the reference of fetch_latent.
+    """Convert rows of bytes to numbers; the reference of fetch_latent.
 
     Args:
         rows: `[.., row_bytes]` uint8; layout: DeepSeek-V3's if None.

@@ -1,5 +1,5 @@
-"""What sm90_fp8_absorb.py and sm90_fp8_few_heads.py have in common: the ring, scales of keys, values as the first
-operand of a product, and the store of its result.
+"""Common parts of sm90_fp8_absorb.py and sm90_fp8_few_heads.py: the ring, scales of keys, values as the first operand
+of a product, and the store of its result.
 
 The output is summed transposed, `[64 dims, N rows]` at a time, with the values as the first operand, in registers. A
 transposing load of 16-bit elements takes two neighbouring dims of a key as one element; two byte permutes turn two such

@@ -1,4 +1,4 @@
-"""How every Hopper absorb kernel walks its work list, and the sizes that all of them share."""
+"""Iteration over the work list in every Hopper absorb kernel, and the sizes that all of them share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_SCORE = gl.constexpr(-1e30)  # of a masked key: below every score, and still 
 
 @gluon.jit
 def _segments_and_tails(work_ptr):
-    """How many items of segments this program has, and where its tails begin and end in the list."""
+    """Return the number of this program's segment items, and where its tails begin and end in the list."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     of_segments = (gl.load(work_ptr + SEGMENT_ITEMS) + programs - 1 - program) // programs
@@ -62,9 +62,9 @@ def blocks_of(item_ptr):
 
 @gluon.jit
 def unseen_keys(item_ptr, rows, HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr):
-    """How many of an item's last keys each of its rows does not see: of a request's query tokens the last one sees all
-    of its keys, the one before it one less. This concerns the last keys of a request only, and those are always in
-    one item."""
+    """Return how many of an item's last keys each of its rows does not see: of a request's query tokens the last one
+    sees all of its keys, the one before it one less. This concerns the last keys of a request only, and those are
+    always in one item."""
     query = (gl.load(item_ptr + ITEM_FIRST_ROW) + rows) // HEADS
     return gl.load(item_ptr + ITEM_LAST) * gl.maximum(QUERY_TOKENS - 1 - query, 0)  # rows behind the last have no query
 

@@ -1,4 +1,4 @@
-"""What the roles of sm90_naive.py hand to each other: shared memory, queries, scales, the work list and the results."""
+"""Operands that the roles of sm90_naive.py hand to each other: shared memory, queries, scales, work list, results."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
