@@ -1,1 +1,1 @@
-"""Everything that knows SGLang. No other folder imports it."""
+"""Integration with SGLang: all code that depends on SGLang. No other folder imports it."""

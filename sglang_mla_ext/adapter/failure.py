@@ -1,4 +1,4 @@
-"""A forward pass in which our part of a layer fails is run again, with nothing shared.
+"""Rerun a forward pass with nothing shared if our part of a layer fails.
 
 An allocation or a compile error may come in the middle of a layer, when nothing but the whole pass can be done by plain
 absorb: how a prefill step attends was chosen before, and what is left of a decode step's attention is not all of it. So
@@ -115,5 +115,5 @@ def around_pass(
 
 
 def several_ranks() -> bool:
-    """Whether others compute together with this process."""
+    """Return whether other ranks compute together with this process."""
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1

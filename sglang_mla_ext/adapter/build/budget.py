@@ -1,5 +1,5 @@
-"""How much device memory is taken out of what SGLang has for its KV cache: for expanded prefixes, and in every mode for
-all buffers of our own, whose sizes are known before SGLang sizes its pools."""
+"""Device memory taken out of SGLang's budget for its KV cache: for expanded prefixes, and in every mode for all buffers
+of our own, whose sizes are known before SGLang sizes its pools."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def with_transient_expansion(available: int, server: Server, model: Model) -> Se
 
 
 def token_bytes(server: Server, model: Model) -> int:
-    """Of an expanded token on this rank, in all layers."""
+    """Bytes of an expanded token on this rank, in all layers."""
     sizes = expanded_sizes(server, model, model.heads // server.ranks.sharding)
     return ExpandedBuffers.bytes_per_chunk(**sizes) // CHUNK_TOKENS
 
@@ -140,7 +140,7 @@ def reserve(available: int, configurator: KVCacheConfigurator, options: HybridML
 
 
 def prefix_bytes(options: HybridMLAOptions) -> int:
-    """What is asked for; 0 where nothing is expanded."""
+    """Bytes asked for expanded prefixes; 0 where nothing is expanded."""
     return int((options.prefix_memory_gb or 0) * GIB) if options.may_expand else 0
 
 
@@ -214,7 +214,7 @@ def naive_tiles(rates: GpuRates, dtype: torch.dtype) -> Sequence[Mapping[str, in
 
 
 def needs_latent(server: Server, *, stock_decodes: bool) -> bool:
-    """Whether there are steps that are not the stock backend's."""
+    """Return whether some steps are not the stock backend's."""
     return server.options.may_expand or server.uses_grouped or not stock_decodes
 
 

@@ -1,5 +1,5 @@
-"""Memory for expanded prefixes, the attention over them, and what fills them: put together within a budget, on this
-rank alone or on all that hold prefixes together."""
+"""Build the memory for expanded prefixes, the attention over them and the expander that fills it: within a budget, with
+prefixes of this rank alone or sharded over ranks."""
 
 from __future__ import annotations
 

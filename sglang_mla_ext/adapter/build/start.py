@@ -1,4 +1,4 @@
-"""The start of a worker process: what the backend's factory makes, and what has to be known before.
+"""Start of a worker process: the backend's factory, and the hooks that run before a server serves.
 
 What fails here ends the start, with its message: a server that does not do what it was told to would lie.
 """

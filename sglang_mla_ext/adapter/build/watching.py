@@ -1,4 +1,4 @@
-"""The shadow check, and what the log says of a backend."""
+"""Make the shadow check, and describe a backend and its prefix memory for the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New tokens in the shape in which a verify step has its query tokens, and a drafting layer takes them: in units."""
+"""Arrange new tokens in units, of as many rows as a verify step has query tokens, as a drafting layer takes them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""What lets SGLang's own server start on a machine without a GPU. Nothing here is imported on a GPU machine."""
+"""Hooks and stubs to start SGLang's own server on a machine without a GPU. Nothing here is imported on a GPU
+machine."""

@@ -1,4 +1,4 @@
-"""DP attention without a GPU: what its ranks tell and give each other, where SGLang has it for GPUs alone.
+"""DP attention without a GPU: communication between its ranks, which SGLang has for GPUs alone.
 
 Batches are padded to a length that backends for CUDA graphs name, their sizes go through pinned memory, and tokens are
 gathered and scattered by a Triton kernel and by operators registered for CUDA.

@@ -27,7 +27,7 @@ CHUNK_TOKENS = 64
 
 
 def around_keeps_states(original: Callable[[], bool]) -> bool:
-    """That states are kept for the radix tree while passes overlap, as on GPUs: `track` does it here."""
+    """Return that states are kept for the radix tree while passes overlap, as on GPUs: `track` does it here."""
     return True
 
 
@@ -64,7 +64,8 @@ _library: torch.library.Library | None = None
 
 
 def _declare_absent() -> None:
-    """What SGLang's code for another kind of linear attention is imported with, and nobody calls here."""
+    """Declare the module and operators that SGLang's code for another kind of linear attention imports; nobody calls
+    them here."""
     global _library
     if _library is None and "sgl_kernel.mamba" not in sys.modules:
         sys.modules["sgl_kernel.mamba"] = absent_module("sgl_kernel.mamba")
@@ -156,7 +157,7 @@ def _gates(g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound:
 
 
 def _requests(starts: Tensor, slots: Tensor) -> Iterator[tuple[int, int, slice]]:
-    """Of those that have tokens and a state: number, slot and tokens."""
+    """Yield row number, slot and token range of each request that has tokens and a state."""
     bounds = starts.tolist()
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0 and bounds[row] < bounds[row + 1]:

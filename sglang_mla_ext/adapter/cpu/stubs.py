@@ -24,7 +24,7 @@ INSTALLED_VARIABLE = "SGLANG_MLA_EXT_CPU"
 
 
 def needed() -> bool:
-    """Whether this machine has no CUDA device, so that SGLang can only run on the CPU."""
+    """Return whether this machine has no CUDA device, so that SGLang can only run on the CPU."""
     return not torch.cuda.is_available()
 
 

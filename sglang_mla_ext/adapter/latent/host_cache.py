@@ -1,4 +1,4 @@
-"""SGLang's cache on the host (HiCache): what has to wait for the copies from there, and what they have to wait for.
+"""Order of copies from SGLang's cache on the host (HiCache): what waits for them, and what they wait for.
 
 A prefill step whose prefix is on the host gets new slots for it, and the rows are copied into them on a stream of their
 own while the step runs, layer by layer. SGLang's pool has whoever asks for a layer's rows wait for that layer. Three

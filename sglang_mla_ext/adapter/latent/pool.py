@@ -162,19 +162,19 @@ def latent_rows(pool: KVCache) -> KVCache | LatentPool | RowsBesideLinear:
 
 
 def dtype_for_peers(dtype: str, pool: KVCache | None) -> str:
-    """What a prefill or decode server (--disaggregation-mode) calls the dtype of its cache when it is asked by a peer.
-    SGLang has no more than that and a page's tokens compared before rows are sent as bytes.
+    """Return the cache dtype that a prefill or decode server (--disaggregation-mode) reports to a peer. Before rows are
+    sent as bytes, SGLang compares nothing but this and the tokens of a page.
 
     Args:
-        dtype: as SGLang calls it, which has rows of its own for the same.
+        dtype: SGLang's name for it, which SGLang also uses for rows of its own layout.
     """
     rows = fp8_rows(pool)
     return dtype if rows is None else f"{dtype} ({BACKEND_NAME}: {rows.layout.row_bytes} bytes a row)"
 
 
 def is_built_for(configurator: KVCacheConfigurator) -> bool:
-    """Whether the pool of this configurator is ours: an FP8 pool of an MLA model that our backend decodes. A draft
-    model's is SGLang's, as its attention is."""
+    """Return whether the pool of this configurator is ours: an FP8 pool of an MLA model that our backend decodes. A
+    draft model's pool is SGLang's, as its attention is."""
     decode = installed.attention_backends(configurator.server_args)[1]
     is_ours = decode == BACKEND_NAME and not configurator.is_draft_worker
     return is_ours and configurator.use_mla_backend and configurator.kv_cache_dtype == FP8

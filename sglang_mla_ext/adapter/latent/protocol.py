@@ -167,7 +167,7 @@ class TailStarts:
 
     @classmethod
     def workspace_bytes_for(cls, max_requests: int) -> int:
-        """What an object would allocate, before it exists."""
+        """Bytes that an object would allocate, before it exists."""
         return cls(max_requests, META).workspace_bytes
 
     def plan(self, starts: Sequence[int]) -> None:
@@ -210,7 +210,7 @@ class Tails:
 
     @classmethod
     def workspace_bytes_for(cls, max_requests: int, max_tokens: int) -> int:
-        """What an object would allocate, before it exists."""
+        """Bytes that an object would allocate, before it exists."""
         nobody = torch.empty(0, 0, dtype=torch.int32, device=META)
         return cls(nobody, TailStarts(0, META), max_requests, max_tokens).workspace_bytes
 

@@ -1,1 +1,1 @@
-"""What is asked for at launch: what it may be, what has to change, and what else the launching process does."""
+"""Checks of a launch, its defaults and findings, and what else the launching process does."""

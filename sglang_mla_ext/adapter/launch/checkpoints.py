@@ -20,8 +20,7 @@ def known_as(model: str) -> str | None:
 
 
 def out_of_reach(model: str) -> str | None:
-    """Why nothing is found out about a model that is not known, with what to do; None where SGLang can read its
-    configuration."""
+    """Explain why an unknown model cannot be examined, and what to do; None where SGLang can read its configuration."""
     if Path(model).expanduser().exists() or "://" in model or os.environ.get("SGLANG_USE_MODELSCOPE"):
         return None
     if (why := _not_at_hub(model)) is None:
@@ -32,7 +31,8 @@ def out_of_reach(model: str) -> str | None:
 
 
 def _not_at_hub(model: str) -> str | None:
-    """Why a configuration does not come from Hugging Face, as the end of a sentence; None where it does."""
+    """Return why a configuration does not come from Hugging Face, as the end of a sentence, which may be empty; None
+    where it does."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:

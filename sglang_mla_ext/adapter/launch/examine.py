@@ -1,4 +1,4 @@
-"""Whether a launch line runs with `hybrid_mla`: SGLang resolves its arguments as it does at start, with our plug-in.
+"""Examine whether a launch line runs with `hybrid_mla`: SGLang resolves its arguments as at start, with our plug-in.
 
 Nothing is loaded but configurations; on a machine without a GPU the line is examined as on Hopper.
 """
@@ -151,7 +151,7 @@ def _before_resolving(line: LaunchLine) -> list[Finding]:
 
 
 def _release_findings(line: LaunchLine) -> list[Finding]:
-    """That an image has a release of SGLang outside of those that are supported."""
+    """Return a finding if the line's image has a release of SGLang that is not supported."""
     there = launch_line.version_in(line.image or "")
     if there is None or contract.is_supported(there):
         return []
@@ -164,7 +164,7 @@ def _release_findings(line: LaunchLine) -> list[Finding]:
 
 
 def _of_server(line: LaunchLine, args: ServerArgs) -> dict[str, Any]:
-    """What is said of a line that works, in its own environment."""
+    """Describe a line that works, within its own environment: fields of its Examination."""
     server = Server.of(args, HybridMLAOptions.from_env())
     version = launch_line.version_in(line.image or "") or str(installed_version())
     prefix_memory = prefix_memory_report.predicted(server)
@@ -200,10 +200,10 @@ def _models_of(line: LaunchLine) -> list[str]:
 
 
 def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[dict[str, Any] | None, list[Finding]]:
-    """What is said of the server that would run, or what is in the way.
+    """Resolve a line: return the description of its server, or None and the findings that prevent it.
 
     Args:
-        folders: in place of what is given as a model's path.
+        folders: of configurations, by the model path that each replaces.
     """
     from sglang.srt.server_args import prepare_server_args
 
@@ -228,7 +228,7 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[dict[str, Any] 
 
 
 def _settings(line: LaunchLine, server: Server) -> list[str]:
-    """What `limits` sets, where the line does not say it."""
+    """List the settings that `limits` makes where the line does not name them."""
     values = {f"--{name.replace('_', '-')}": getattr(server.args, name, None) for name in SET_BY_ITSELF}
     found = [
         f"{flag} {value}"

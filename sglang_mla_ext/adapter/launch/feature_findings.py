@@ -32,7 +32,7 @@ TRANSFERS = ("mooncake", "nixl")
 
 
 def way_of_drafting(algorithm: str | None) -> list[Finding]:
-    """Why a server does not draft in this way, whatever its models are."""
+    """Return the finding against a way of drafting that is not supported with any models; none if it is supported."""
     if algorithm is None or algorithm.upper() in ALGORITHMS:
         return []
     if algorithm.upper() == "DSPARK":

@@ -220,7 +220,7 @@ def text(line: LaunchLine) -> str:
 
 
 def _before_shown(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
-    """What is in front of the arguments, with the variables that the line still has."""
+    """Yield the words in front of the arguments, without variables that the line no longer has, and without secrets."""
     set_here = _environment(words)
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         assignment = following if word in ("-e", "--env") else word

@@ -1,4 +1,4 @@
-"""What `hybrid_mla` cannot do yet, found at launch: each finding says what to change."""
+"""Check a launch for what `hybrid_mla` does not support yet, and set defaults. Each finding tells what to change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Refusal(OptionError):
 
 
 def is_asked_for(server_args: ServerArgs) -> bool:
-    """Whether the arguments name our backend, for whichever phase."""
+    """Return whether the arguments name our backend, for any phase."""
     return BACKEND_NAME in installed.attention_backends(server_args)
 
 

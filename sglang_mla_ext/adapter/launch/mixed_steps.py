@@ -68,7 +68,8 @@ class Mixing:
 
 
 def _predicted(args: ResolvedArgs) -> int:
-    """What `allowed` says of the deployment, and the least where that is not known."""
+    """Return the new tokens that `allowed` predicts for the deployment, or the minimum where that is not known; with DP
+    attention always `MOST_NEW_ALONE`."""
     if installed.dp_attention_ranks(args) > 1:
         return MOST_NEW_ALONE
     name = gpu_config_of(torch.cuda.get_device_name())

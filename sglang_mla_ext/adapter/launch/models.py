@@ -104,13 +104,13 @@ def _sizes(server: Server) -> list[Finding]:
 
 
 def scales_queries(args: ResolvedArgs) -> bool:
-    """Whether the model scales its queries by their positions, as Mistral Large 3 does. SGLang does it where a backend
-    takes whole queries, between absorption and attention."""
+    """Return whether the model scales its queries by their positions, as Mistral Large 3 does. SGLang does it where a
+    backend reads whole queries, between absorption and attention."""
     config = installed.model_config(args)
     return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))
 
 
 def _has_no_rotation(config: Any) -> bool:
-    """As LongCat-Flash's own configuration, in which transformers 5 finds no scaling of rotary embeddings: SGLang looks
-    for a field in None. A factor of 1 means what the model does."""
+    """Return whether this is LongCat-Flash's own configuration, in which transformers 5 finds no scaling of rotary
+    embeddings: SGLang looks for a field in None. A factor of 1 means what the model does."""
     return "LongcatFlashForCausalLM" in config.architectures and getattr(config, "rope_parameters", {}) is None

@@ -1,4 +1,4 @@
-"""What to change in a launch line that cannot run as it is, by the codes of what `limits` finds and SGLang says.
+"""Changes to a launch line that cannot run as it is, by the codes of what `limits` finds and SGLang reports.
 
 A remedy gives up something that the server runs without: a way to compute, a format, a switch of a benchmark. What a
 deployment is for has none here: its roles, how it is spread over GPUs, a cache in host memory, adapters.
@@ -75,7 +75,7 @@ def with_remedies(found: list[Finding]) -> list[Finding]:
 
 
 def said_by_sglang(said: str) -> list[Finding]:
-    """What SGLang's parser of arguments said before it left."""
+    """Return findings from the message with which SGLang's parser of arguments exited."""
     usage, _, reason = said.strip().rpartition("error: ")
     reason = reason.partition("\n")[0]
     if reason.startswith("unrecognized arguments: "):
@@ -101,7 +101,7 @@ def apply(remedy: Remedy, line: LaunchLine) -> LaunchLine:
 
 
 def in_words(remedy: Remedy, line: LaunchLine) -> str:
-    """What it does to a line, in a few words."""
+    """Describe what a remedy changes in a line, in a few words."""
     given = {name: _given(name, line) for name in remedy.leave_out}
     come = " ".join(_put_in(remedy, line))
     gone = " ".join(shown for shown in given.values() if shown and shown != come)

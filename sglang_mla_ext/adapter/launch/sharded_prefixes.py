@@ -63,7 +63,8 @@ class Ranks:
 
     @property
     def sharding_warning(self) -> str | None:
-        """Why ranks do not shard prefixes, unless they are on a CPU, or the user has chosen what does not."""
+        """Return a warning with the reason why ranks do not shard prefixes. None where they do, where the user turned
+        it off and, unless the user asked for sharding, on a CPU or with options that exclude it."""
         how, obstacle = self.options.prefix_sharding, self.sharding_obstacle
         if how == "off" or obstacle is None:
             return None

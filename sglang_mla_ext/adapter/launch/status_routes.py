@@ -105,7 +105,7 @@ def page() -> bytes:
 
 
 def _tokenizer_manager() -> TokenizerManager:
-    """Of the server that this process runs."""
+    """Return the tokenizer manager of the server that this process runs."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return get_global_state().tokenizer_manager

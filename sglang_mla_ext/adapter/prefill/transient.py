@@ -1,5 +1,5 @@
-"""Cached tokens that a prefill pass expands for itself, in one layer after the other, some tokens at a time: prefixes
-that its requests share, and histories of single requests.
+"""Transient expansion: cached tokens that a prefill pass expands for itself, in one layer after the other, some tokens
+at a time. They are prefixes that its requests share, and histories of single requests.
 
 Nothing of it outlives the layer: the memory is that of so many tokens in one layer, however many there are of either.
 """
@@ -80,7 +80,7 @@ class TransientPlan:
 
 
 def _sizes_of(layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> dict[str, Any]:
-    """Of buffers of one layer."""
+    """Return the sizes of the buffers of one layer."""
     return dict(
         layers=1,
         heads=layer.num_local_heads,
@@ -237,7 +237,7 @@ class TransientExpansion:
         return self._req_to_token[row, one.start : one.end].long()
 
     def _pieces(self, reqs: Sequence[Req], ranges: Sequence[TransientRange], rows: Rows) -> Iterator[Piece]:
-        """As few pieces as there can be: several ranges in one, but no request twice."""
+        """Yield as few pieces as possible: several ranges in one, but no request twice."""
         plans: dict[Any, Any] = {}
         slots: list[torch.Tensor] = []
         segments: list[Segment] = []

@@ -1,4 +1,4 @@
-"""Attention of a prefill step's rows to expanded segments, so many rows at a time."""
+"""Attention of a prefill step's rows to expanded segments, in windows of a limited number of rows."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Window(NamedTuple):
 def windows(
     attention: SharedAttention, rows: Rows, segments: Sequence[Segment], max_rows: int, plans: dict[Any, Any]
 ) -> Iterator[Window]:
-    """Those that have rows of these segments.
+    """Yield the windows that have rows of these segments.
 
     Args:
-        rows: of each request, one for each of its new tokens.
+        rows: of the pass, one for each new token of each request.
         segments: of requests.
-        max_rows: that one call of the attention takes.
-        plans: that were made; a long prompt, and many requests with one prefix, fill window after window with the same
+        max_rows: rows of one call of the attention, at most.
+        plans: cache of plans; a long prompt, and many requests with one prefix, fill window after window with the same
             rows.
     """
     for start in range(0, rows.total, max_rows):

@@ -200,7 +200,7 @@ class ShardedSteps:
                 )
 
     def shared_plan(self) -> ShardedPlan | None:
-        """What the pass that begins shares, if it is one that shares anything."""
+        """Return the plan of the pass that begins; None if it shares nothing."""
         return self._plan if self._plan is not None and self._plan.segments else None
 
     def expand(self, pool_indices: torch.Tensor) -> None:

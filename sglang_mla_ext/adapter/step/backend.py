@@ -1,4 +1,4 @@
-"""HybridMLABackend: what SGLang calls. It forwards, to three parts that it owns:
+"""HybridMLABackend, the attention backend that SGLang calls. It forwards to three parts that it owns:
 
 - a *stock* backend of SGLang's, for prefill, and for decode where nothing can be shared;
 - a LatentAttention, for private tails and what is read for several requests at once;

@@ -35,7 +35,7 @@ _ours: Collection[int] = frozenset()
 
 
 def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any:
-    """Which of the layer's forward methods a phase takes: keys per head, in chunks, for prefill over expanded prefixes.
+    """Return the layer's forward method for a phase: keys per head, in chunks, for prefill over expanded prefixes.
 
     Otherwise FlashMLA's choice, and always absorb in a pass that was chosen for it, and on the CPU.
     """

@@ -1,4 +1,4 @@
-"""One forward pass, as everything of ours in it sees it.
+"""State of the current forward pass, for all of our code that runs in it.
 
 SGLang copies a `ForwardBatch` field by field before it runs it, so nothing of ours can travel on one; and it runs one
 pass at a time in a process. So the pass that runs stands here. It is made when SGLang has chosen a batch, and ends with
@@ -51,7 +51,7 @@ class Kind(Enum):
 
     @property
     def is_step(self) -> bool:
-        """Whether it is a decode or verify step."""
+        """Return whether the pass is a decode or verify step."""
         return self in (Kind.DECODE, Kind.VERIFY)
 
 

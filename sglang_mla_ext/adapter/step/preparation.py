@@ -1,4 +1,4 @@
-"""Before a step: which of the backend's parts it takes, and what they need for it, on the device.
+"""Prepare a step: select which of the backend's parts it uses, and write what they need to the device.
 
 Which of the parts are in a step's CUDA graph depends on its number of requests alone, so that a captured graph and its
 replays agree; a graph with shared attention costs almost nothing more where its plan is empty.

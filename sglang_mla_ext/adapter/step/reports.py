@@ -1,4 +1,4 @@
-"""What a scheduler process says of itself: the `hybrid_mla` entry of `/server_info`, and the same with the tree."""
+"""Reports of a scheduler process: the `hybrid_mla` entry of `/server_info`, and the same with the tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our part of one scheduler process, and what SGLang calls of it through its hooks (hooks.py).
+"""Our state in one scheduler process, and the methods that SGLang calls through its hooks (hooks.py).
 
 The backend's factory makes it whole; before that there is none, and the hooks of a running server do nothing. What they
 raise is counted, nothing is shared for a while, and SGLang never sees it (`guarded`). Those that call SGLang's own

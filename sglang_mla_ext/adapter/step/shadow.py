@@ -1,4 +1,4 @@
-"""The shadow check: now and then, what a layer's shared attention gave is computed again by plain absorb, and compared.
+"""Shadow check: now and then, compute a layer's shared attention again by plain absorb, and compare.
 
 A step that is checked is the step that is served. Its merge copies queries and result of one layer and some rows, told
 to by a number in device memory (kernels/watch.py). So a captured graph is checked as it is: the same launches with the
@@ -159,7 +159,7 @@ class ShadowCheck:
 
     @staticmethod
     def can_check(layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> bool:
-        """Whether there are weights to compute with."""
+        """Return whether the layer has weights that the check can compute with."""
         return weights_of(layer, dtype) is not None
 
     def try_out(self) -> None:
@@ -197,7 +197,8 @@ class ShadowCheck:
         self._checked = CheckedRows(layer, first, count, step.rows, held)  # only if that has not failed
 
     def watched(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor) -> Watched:
-        """What the merge of a layer is to be given, in every step: a graph may be captured now and checked later."""
+        """Return what a layer's merge needs to be checked. It is passed in every step: a graph may be captured now and
+        checked later."""
         return Watched(self._watch, layer_id, q_absorbed, q_rope)
 
     @torch.no_grad()
@@ -235,7 +236,7 @@ class ShadowCheck:
         return True
 
     def finding(self) -> Finding | None:
-        """Of the last check, once, when it has arrived."""
+        """Return the finding of the last check, once, when its result has arrived; None otherwise."""
         if self._arriving is None:
             return None
         checked, host, event = self._arriving
@@ -287,7 +288,7 @@ class ShadowCheck:
         return errors
 
     def forget(self) -> None:
-        """What is expanded or planned is gone, and with it what a check still under way could say of it."""
+        """Drop the check under way: what was expanded or planned is gone, so its result no longer means anything."""
         self._arriving = None
 
 

@@ -1,4 +1,4 @@
-"""What the next forward pass does, decided on the host: which rows share what, and what prefill attends to.
+"""Decide on the host what the next forward pass does: which rows share what, and what prefill attends to.
 
 session.py tells of a pass before it runs. A failure here never stops the pass: it is counted,
 what is expanded is forgotten, and sharing pauses for a while. Where even that fails, it is owed: it is tried again
@@ -237,7 +237,7 @@ class Steps:
 
     @property
     def has_lost_memory(self) -> bool:
-        """Whether our buffers hold anything at all, and not what was left in them: they may not be used."""
+        """Return whether a failure left our buffers with undefined contents: they may not be used until cleared."""
         return self._clear_memory is not None
 
     def succeed(self) -> None:
@@ -268,7 +268,7 @@ class Steps:
             self._expander.weights_changed()
 
     def can_share(self) -> bool:
-        """Whether the next pass may share anything."""
+        """Return whether the next pass may share anything."""
         return not self.pause and not self._stale and not self.has_lost_memory
 
     def _plan_step(self, reqs: Sequence[Req]) -> Plan:

@@ -67,5 +67,6 @@ class Stock(Protocol):
         ...
 
     def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
-        """Whether a prefill step can attend to what expanded parts of `covered` tokens leave, and give its lse."""
+        """Return whether a prefill step can attend to the tokens behind the expanded parts of `covered` tokens, and
+        return its lse."""
         ...

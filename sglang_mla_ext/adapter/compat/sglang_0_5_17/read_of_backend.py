@@ -1,4 +1,4 @@
-"""What SGLang 0.5.17 reads of an attention backend for an MLA model."""
+"""Contract with SGLang 0.5.17: attributes that it reads of an attention backend for an MLA model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What every server uses of SGLang 0.5.17 outside of a forward pass: plug-in, arguments, scheduler and radix tree."""
+"""Contract with SGLang 0.5.17: code that every server uses outside of a forward pass, such as plug-in, arguments,
+scheduler and radix tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.17 is used for by some servers only, by the feature that they are asked for."""
+"""Contract with SGLang 0.5.17: code that only some servers use, by the feature that they are asked for."""
 
 from __future__ import annotations
 

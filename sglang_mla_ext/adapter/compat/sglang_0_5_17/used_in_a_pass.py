@@ -1,4 +1,5 @@
-"""What every server uses of SGLang 0.5.17 in a forward pass: batches, pools, layers, attention backends."""
+"""Contract with SGLang 0.5.17: code that every server uses in a forward pass, of batches, pools, layers and attention
+backends."""
 
 from __future__ import annotations
 
