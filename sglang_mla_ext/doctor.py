@@ -1,4 +1,4 @@
-"""`sglang-mla doctor`: what this machine has, or what a launch command comes to; in words, or as JSON."""
+"""`sglang-mla doctor`: report what this machine has, or whether a launch command runs; in words, or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can see: counters, the entry in `/server_info`, and the same as Prometheus metrics.
+"""Metrics that a user can see: counters, the entry in `/server_info`, and the same as Prometheus metrics.
 
 One name for one thing: a key of `/server_info`'s `hybrid_mla` entry is the metric `sglang:hybrid_mla_<key>`, with
 `_total` behind it where it counts.

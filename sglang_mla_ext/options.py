@@ -113,7 +113,7 @@ class HybridMLAOptions(_Options):
 
     @property
     def may_expand(self) -> bool:
-        """Whether the mode lets prefixes be expanded, and there is to be memory for it."""
+        """Return whether the mode lets prefixes be expanded and their memory is not set to 0."""
         return self.mode_expands and self.prefix_memory_gb != 0
 
     @property
@@ -124,12 +124,12 @@ class HybridMLAOptions(_Options):
 
     @property
     def mode_expands(self) -> bool:
-        """Whether the mode lets prefixes be expanded."""
+        """Return whether the mode lets prefixes be expanded."""
         return self.mode in ("auto", "naive")
 
     @property
     def may_group(self) -> bool:
-        """Whether the mode lets shared prefixes be attended to by grouped absorb."""
+        """Return whether the mode allows grouped absorb over shared prefixes."""
         return self.mode in ("auto", "grouped_absorb")
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Which rows of a batch are whose: a plan is of requests, and a forward pass has rows.
+"""Rows of the requests of a batch: a plan is of requests, and a forward pass has rows.
 
 A request has one row in a decode step, as many as it has query tokens in a step that verifies drafts, and any number
 where new tokens are computed. The rows of a request follow each other, and so do the requests. Plain Python.

@@ -1,4 +1,4 @@
-"""What several rows attend to together: the one shape of it, from the planner to the work lists of the kernels.
+"""Segment: tokens that several rows attend to together, in one form from the planner to the kernels' work lists.
 
 Plain Python, so that the planner can have it without loading the kernels.
 """
@@ -39,5 +39,5 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return self.end - self.start

@@ -1,4 +1,4 @@
-"""What `GET /hybrid_mla/status` answers. `python -m sglang_mla_ext.status` prints its schema: docs/status.schema.json.
+"""Answer of `GET /hybrid_mla/status`. `python -m sglang_mla_ext.status` prints its schema: docs/status.schema.json.
 
 Nothing here comes from a prompt: no text, no token, no salt, only how many tokens there are and who shares them.
 """

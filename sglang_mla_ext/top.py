@@ -1,4 +1,4 @@
-"""`sglang-mla top`: what the status page shows, in a terminal. It asks a server over HTTP; SGLang need not be here."""
+"""`sglang-mla top`: show the status page's data in a terminal. It asks a server over HTTP; SGLang need not be here."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def render(status: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
 def _rates(
     status: Mapping[str, Any], before: Mapping[str, Any] | None, rank: Mapping[str, Any]
 ) -> dict[str, float | None]:
-    """What counters grew by in a second; None where there is nothing to compare, or the server was restarted."""
+    """Return how much the shown counters grow per second; None where there is nothing to compare with, or the server
+    was restarted."""
     was = next((each for each in before["ranks"] if each["rank"] == rank["rank"]), None) if before else None
     seconds = status["time"] - before["time"] if before else 0
     rates: dict[str, float | None] = {}

@@ -1,2 +1,2 @@
-"""What a step of a model costs, from its configuration and a GPU's rates: what `sglang-mla plan` shows. Plain Python;
+"""Predicted cost of a model's step, from its configuration and a GPU's rates, for `sglang-mla plan`. Plain Python;
 matplotlib is imported where a plot is drawn, and nowhere else."""

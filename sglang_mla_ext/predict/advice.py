@@ -163,7 +163,7 @@ def _leave_off(best: Choice, pays: dict[int, int | None], otherwise: bool) -> st
 
 
 def _too_many(of: Deployment, asked: Asked) -> bool:
-    """Whether some of the requests asked about are more than a step shares with."""
+    """Return whether the largest number of requests asked about exceeds what a step shares with."""
     return max(asked.requests) > most_that_share(of)
 
 
@@ -236,8 +236,9 @@ def _best(of: Deployment, asked: Asked) -> Choice | None:
 
 
 def _sizes(of: Deployment, asked: Asked) -> Iterator[Asked]:
-    """What to try: as asked, and what each prompt takes whole, the smallest first, up to half of the budget; each also
-    with no more requests at a time than a step shares with, where more are asked about."""
+    """Yield the settings to try: as asked, then with memory for each whole prompt, the smallest first, up to half of
+    the budget, unless the user chose the memory. Each is also tried with no more requests at a time than a step shares
+    with, where more are asked about."""
     limits = (None, most_that_share(of)) if _too_many(of, asked) else (None,)
     yield from (replace(asked, most_running=most) for most in limits)
     divided = asked.memory(of)
@@ -266,8 +267,8 @@ def _outcome(of: Deployment, asked: Asked) -> Outcome | None:
 
 
 def _replaced(best: Choice) -> list[Outcome]:
-    """Of requests that are replaced as they end, with mixed steps: by the host time of a prefill pass, what gains least
-    first; none where nobody asked."""
+    """Predict outcomes of requests that are replaced as they end, with mixed steps: one for each host time of a prefill
+    pass, the smallest gain first; none where nobody asked."""
     asked, divided = best.asked, best.asked.memory(best.of)
     if asked.answer is None:
         return []
@@ -298,7 +299,7 @@ def _larger_fraction(of: Deployment, asked: Asked) -> float | None:
 
 
 def _with_fraction(of: Deployment, asked: Asked, fraction: float) -> tuple[str, Outcome] | None:
-    """What comes of a larger `--mem-fraction-static`, in words and as it is."""
+    """Predict the outcome of a larger `--mem-fraction-static`, in words and as data; None where there is none."""
     better = _best(of, replace(asked, fraction=fraction))
     if better is None:
         return None
@@ -307,7 +308,7 @@ def _with_fraction(of: Deployment, asked: Asked, fraction: float) -> tuple[str, 
 
 
 def _too_little(of: Deployment, asked: Asked, what: str, fraction: float | None) -> str:
-    """What keeps a server from running these requests at all, and what to change."""
+    """Explain why a server cannot run these requests at all, and what to change."""
     better = _with_fraction(of, asked, fraction) if fraction is not None else None
     if better is None:
         remedies = "use more of them (--tp), fewer tokens, or weights of fewer bits"

@@ -1,4 +1,4 @@
-"""Requests that end and are replaced: what a server makes of its steps when the answers are short.
+"""Simulate requests that are replaced as they end, to predict a server's rate and latency with short answers.
 
 So many requests at a time share a prefix that is cached; one that ends is replaced by one with a question of its own,
 once its client has heard of the end. The question is prefilled in one of two ways:
@@ -82,7 +82,7 @@ class Traffic:
 
     @property
     def new_tokens(self) -> float:
-        """That come in a step, in the mean, where none wait."""
+        """Mean number of new tokens that arrive per step, where no request waits."""
         return self.requests / self.steps * self.question
 
 

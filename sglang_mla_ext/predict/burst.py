@@ -1,4 +1,4 @@
-"""Requests that all come at once: how long until the last of them has its first token.
+"""Predict a burst, requests that all come at once: the time until the last of them has its first token.
 
 Their prompt is cached, and their questions are prefilled in passes of as many new tokens of a rank as a chunk has, one
 after the other. Passes attend with keys and values of each head, as in arrivals.py.

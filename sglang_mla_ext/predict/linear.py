@@ -1,5 +1,5 @@
-"""Layers with linear attention beside those with MLA, as Kimi-Linear and Kimi-K3 have them (KDA): what of their time
-and memory follows from the configuration.
+"""Time and memory of layers with linear attention beside those with MLA, as Kimi-Linear and Kimi-K3 have them (KDA), as
+far as they follow from the configuration.
 
 Counted are the products, and that a step reads and writes the state of each request once. Not counted: what the kernels
 of linear attention take beyond that, and the launches of Kimi-K3's mixed residuals, whose bytes are. Together they took
@@ -23,7 +23,7 @@ default); 4 with `extra_buffer_lazy`. With these 4 SGLang's cookbook has 98 requ
 
 
 def is_linear(config: Mapping[str, Any]) -> bool:
-    """Whether a model has such layers."""
+    """Return whether a model has layers with linear attention."""
     return bool(config.get("linear_attn_config"))
 
 

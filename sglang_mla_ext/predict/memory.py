@@ -41,8 +41,8 @@ class Memory:
         return int((self.budget - self.taken * shared) // self.latent_token)
 
     def most_requests(self, prompt: int, tail: int, *, shared: bool) -> int:
-        """Of a rank, that the KV cache holds, the prompt once and so many tokens of each request after it, and that
-        states of linear layers are enough for."""
+        """Requests of a rank that fit in the KV cache, with the prompt once and `tail` tokens of each request after it,
+        and for which the states of linear layers are enough."""
         most = max((self.tokens(shared=shared) - prompt) // max(tail, 1), 0)
         return most if self.of_requests is None else min(most, self.of_requests)
 
@@ -54,7 +54,7 @@ def weight_bytes(of: Deployment) -> float:
 
 
 def state_share(of: Deployment) -> float:
-    """Of what weights leave of SGLang's static memory, for states of linear layers and not for the KV cache."""
+    """Share of the static memory left by the weights that is for states of linear layers, not for the KV cache."""
     return STATE_SHARE if of.has_states else 0.0
 
 
@@ -70,7 +70,7 @@ def buffer_bytes(of: Deployment, *, expands: bool) -> int:
 
 
 def transient_bytes(of: Deployment) -> int:
-    """Of these, what prefill expands for itself, in BF16, and its results."""
+    """Bytes for what prefill expands for itself, in BF16, and for its results; part of `buffer_bytes`."""
     dims = of.cost.dims
     if not of.prefill_expand_tokens:
         return 0
@@ -79,12 +79,12 @@ def transient_bytes(of: Deployment) -> int:
 
 
 def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -> Memory:
-    """How a server divides a GPU's memory as it starts.
+    """Divide a GPU's memory as a server does at start.
 
     Args:
-        fraction: of the GPU's memory that SGLang takes for weights and cache (`--mem-fraction-static`).
+        fraction: share of the GPU's memory that SGLang uses for weights and cache (`--mem-fraction-static`).
         for_prefixes: bytes of it for expanded prefixes and buffers (`--hybrid-mla-prefix-memory-gb`); by default as
-            much as the server takes.
+            much as the server reserves.
     Raises:
         ValueError: the GPU's memory is not known.
     """

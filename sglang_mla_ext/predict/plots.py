@@ -53,7 +53,7 @@ def _threshold(axes: Any, of: Deployment, asked: Asked) -> None:
 
 
 def _memory(axes: Any, of: Deployment, asked: Asked) -> None:
-    """What the cache has to hold, against what there is of it; the weights stand beside that, in the title."""
+    """Plot what the KV cache has to hold, against its size; the title contains the weights' size."""
     axes.set(xlabel=f"requests{of.a_rank}", ylabel="GiB of a GPU", title="Memory")
     if (divided := asked.memory(of)) is None:
         return

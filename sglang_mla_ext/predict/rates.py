@@ -1,4 +1,4 @@
-"""What a GPU's file of rates (`configs/gpus`) says beyond attention's kernels: its data sheet, the rest of a step."""
+"""Rates of a GPU beyond attention's kernels, from its file (`configs/gpus`): its data sheet, the rest of a step."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class StepRates:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> StepRates:
-        """Of a file's entry `step`."""
+        """Read a file's entry `step`."""
         of_modes = values["attention"]
         names = ("bytes_per_s", "macs_per_s", "product_s", "layer_s", "experts_s", "step_s")
         return cls(
@@ -105,7 +105,7 @@ class StepRates:
 
     @property
     def derived(self) -> bool:
-        """Whether they are another GPU's, in proportion."""
+        """Return whether the rates are scaled from another GPU's."""
         return self.source.startswith("DERIVED")
 
 
@@ -146,7 +146,7 @@ class Gpu:
         return found
 
     def _is_another_card(self, words: Sequence[str]) -> bool:
-        """Whether words of a name tell a card of another size or build than this one."""
+        """Return whether words of a name mean a card of another size or build than this one."""
         sizes = [float(match[1]) for word in words if (match := re.fullmatch(r"(\d+)gb?", word))]
         have = 0.0 if self.sheet is None else self.sheet.memory_bytes / 1e9
         return not OTHER_CARDS.isdisjoint(words) or any(abs(size - have) > SIZE_APART * have for size in sizes)
@@ -166,12 +166,12 @@ class Gpu:
 
     @property
     def derived(self) -> bool:
-        """Whether nobody measured its rates."""
+        """Return whether attention's rates are derived, not measured."""
         return self.rates.source.startswith("DERIVED")
 
 
 def _unsupported(name: str) -> str | None:
-    """What a GPU is that the extension does not run on; None for others."""
+    """Return the kind of GPU, if the extension does not run on it; None for others."""
     words = device_words(name)
     fitting = (what for what, names in OTHERS.items() if any(re.fullmatch(names, word) for word in words))
     return next(fitting, None)

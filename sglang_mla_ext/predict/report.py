@@ -69,7 +69,7 @@ class Asked:
     most_running: int | None = None
 
     def memory(self, of: Deployment) -> Memory | None:
-        """Of a GPU; None where that is not known."""
+        """Memory of one GPU; None where its size is not known."""
         if of.gpu.sheet is None:
             return None
         return memory(of, *self._divided_by(of))
@@ -93,7 +93,7 @@ class Asked:
         return (0.0, host_seconds(of)) if self.pass_ms is None else (self.pass_ms * 1e-3,)
 
     def may_run(self, requests: int) -> int:
-        """Of so many requests, those that the server with the extension runs at a time."""
+        """Requests, out of these, that the server with the extension runs at a time."""
         return requests if self.most_running is None else min(requests, self.most_running)
 
     def _divided_by(self, of: Deployment) -> tuple[float, float | None]:
@@ -217,7 +217,7 @@ def _bursts(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: in
 
 
 def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
-    """Why so many requests of a rank share nothing."""
+    """Return the reason why `mine` requests of a rank share nothing."""
     if mine * of.cost.ranks < 2:
         return "a single request has nothing to share"
     if mine * of.query_tokens > MAX_ROWS:

@@ -1,4 +1,4 @@
-"""What a server plans for requests that share one prompt: its own planner, asked with a tree of that prompt alone."""
+"""Predict a server's plan for requests that share one prompt, with its own planner and a tree of that prompt alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cover(NamedTuple):
 
     @property
     def mode(self) -> Mode:
-        """Of the first tokens."""
+        """Mode of the first tokens."""
         return Mode.NAIVE if self.naive else Mode.GROUPED_ABSORB if self.grouped else Mode.ABSORB
 
 
@@ -85,21 +85,21 @@ class _Prompt:
 
 
 def may_group(cost: CostModel) -> bool:
-    """Whether a server's `auto` has grouped absorb with these heads on this GPU."""
+    """Return whether `auto` uses grouped absorb with these heads on this GPU."""
     if cost.ranks > 1:  # what is sharded is shared among the requests of all ranks, in one way
         return False
     return cost.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(cost.local_heads) is not None
 
 
 def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
-    """What a server with its default options does in a decode step of requests of one rank that share a prompt, once
-    all is expanded that there is memory for.
+    """Plan a decode step of requests of one rank that share a prompt, as a server with default options does once
+    everything is expanded that memory allows.
 
-    Where ranks hold prefixes together, the plan is of the requests of all of them, of which each has as many.
+    With sharded prefixes, the plan covers the requests of all ranks, each of which has this many.
 
     Args:
-        prompt: tokens, of which the tree has whole pages, and ranks hold whole chunks together; chunks: of expanded
-            tokens that the memory holds.
+        prompt: tokens, shared in whole pages, or in whole chunks where ranks shard them; chunks: of expanded tokens
+            that fit in memory.
     """
     unit = PAGE_TOKENS if cost.ranks == 1 else CHUNK_TOKENS
     tokens = prompt // unit * unit
@@ -126,7 +126,7 @@ def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
 
 
 def cover(planned: Plan) -> Cover:
-    """How its requests, which all share the same, attend."""
+    """Return how the plan's requests, which all share the same prompt, attend to it."""
     naive, grouped = (
         sum(segment.tokens for segment in planned.of_mode(mode)) for mode in (Mode.NAIVE, Mode.GROUPED_ABSORB)
     )
@@ -134,7 +134,7 @@ def cover(planned: Plan) -> Cover:
 
 
 def saved_seconds(cost: CostModel, planned: Plan) -> float:
-    """What a plan saves over plain absorb in a layer, as the planner counts it."""
+    """Seconds that a plan saves over plain absorb in a layer, by the planner's own count."""
     tokens = sum(segment.tokens for segment in planned.segments)
     gains = Gains.of(HybridMLAOptions(), cost, naive=True, grouped=True, step_tokens=tokens)
     saved, launched = 0.0, set()

@@ -98,7 +98,7 @@ class Deployment:
 
     @property
     def shards_by_default(self) -> bool:
-        """Whether a server shards prefixes over ranks unless it is told."""
+        """Return whether a server shards prefixes over ranks by default."""
         return self._may_shard and self.tp <= GPUS_OF_A_HOST
 
     @property
@@ -112,17 +112,18 @@ class Deployment:
 
     @property
     def has_states(self) -> bool:
-        """Whether layers with linear attention keep a state of each request."""
+        """Return whether layers with linear attention keep a state for each request."""
         return linear.is_linear(self.config)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Of one state of a request in all layers, on one GPU; 0 where there are none."""
+        """Bytes of one state of a request in all layers, on one GPU; 0 where there are no such layers."""
         return linear.state_bytes(self.config, self.head_ranks) if self.has_states else 0
 
     @property
     def a_rank(self) -> str:
-        """What tells requests of a rank from all, in words; without data parallelism they are the same."""
+        """Words that tell a rank's requests from all requests; empty without data parallelism: they are the same
+        then."""
         return " a rank" if self.dp > 1 else ""
 
     @property
@@ -157,10 +158,10 @@ class Deployment:
         return functools.cache(functools.partial(plan, self.cost))
 
     def cover(self, requests: int, prompt: int, chunks: int | None = None) -> Cover:
-        """How a server attends to a prompt that so many requests of one rank share.
+        """Return how a server attends to a prompt that `requests` requests of one rank share.
 
         Args:
-            chunks: of expanded tokens that its memory holds; by default as many as the prompt takes.
+            chunks: of expanded tokens that fit in its memory; by default as many as the prompt needs.
         """
         return cover(self.plan(requests, prompt, -(-prompt // CHUNK_TOKENS) if chunks is None else chunks))
 
@@ -300,7 +301,7 @@ def predict(of: Deployment, cover: Cover, requests: int, prompt: int, tail: int,
 
 
 def product_seconds(of: Deployment, product: weights.Product, rows: int) -> float:
-    """Of a product in one layer, on one GPU."""
+    """Seconds of a product in one layer, on one GPU."""
     rates, sheet, ranks = of.gpu.step, of.gpu.sheet, of.ranks_of(product)
     assert rates is not None and sheet is not None
     padded = -(-rows // ROW_STEP) * ROW_STEP

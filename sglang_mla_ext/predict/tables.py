@@ -51,7 +51,7 @@ def make_table(of: Deployment, title: str | None, *columns: str) -> Table:
 
 
 def requests(of: Deployment, case: dict[str, Any]) -> str:
-    """How many, of all ranks, and of one where ranks have requests of their own."""
+    """Format the number of requests of all ranks, and of one rank where ranks have requests of their own."""
     return f"{case['requests']:,}" + (f" ({case['requests_per_rank']:,})" if of.dp > 1 else "")
 
 
@@ -65,7 +65,7 @@ def planned(case: dict[str, Any]) -> str:
 
 
 def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
-    """What the planner compares, by prompt and number of requests, and what it plans."""
+    """Tabulate the times that the planner compares, by prompt and number of requests, and its plan."""
     each = f", {of.query_tokens} tokens each" if of.query_tokens > 1 else ""
     stored = "FP8" if of.expanded_element_bytes == 1 else "BF16"
     together = f" ({of.cost.expanded_heads} of a prefix)" if of.prefix_sharding else ""
@@ -115,7 +115,8 @@ def steps_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
 
 
 def arrivals_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
-    """What requests that end and are replaced get: absorb and shared with prefill passes in turns, and mixed steps."""
+    """Tabulate rates and latencies of requests that are replaced as they end: absorb and shared with prefill passes in
+    turns, and mixed steps."""
     what = f"answers of {asked.answer:,} tokens, questions of {asked.question:,}"
     title = f"Requests replaced as they end, {what}: to the first token and between tokens, ms"
     table = make_table(of, title, "host's pass", "steps", "tokens/s", "ratio", "first", "between", "p99")
@@ -148,7 +149,8 @@ def memory_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
 
 
 def _of_bursts(found: dict[str, Any]) -> Iterator[str]:
-    """Of each prompt with the most requests, where something is gained with any host time."""
+    """Describe each prompt's burst, of the last number of requests asked about, where sharing saves more than 5 percent
+    with at least one host time."""
     for prompt, bursts in {case["prompt"]: case["burst_s"] for case in found["cases"] if "burst_s" in case}.items():
         if any(burst["chosen"] < 0.95 * burst["absorb"] for burst in bursts):
             said: dict[str, list[str]] = {}  # what is the same with several host times is said once
@@ -227,7 +229,7 @@ def _of_linear_layers(of: Deployment, found: dict[str, Any]) -> list[str]:
 
 
 def _why_plain(of: Deployment, found: dict[str, Any]) -> list[str]:
-    """Why cases share nothing, one line for each prompt and reason."""
+    """List why cases share nothing, one line for each prompt and reason."""
     by_reason: dict[tuple[int, str], list[str]] = {}
     for case in found["cases"]:
         if case["why_plain"] is not None:
@@ -239,7 +241,7 @@ def _why_plain(of: Deployment, found: dict[str, Any]) -> list[str]:
 
 
 def _of_arrivals(of: Deployment, found: dict[str, Any]) -> list[str]:
-    """What stands above the table of arrivals."""
+    """Return the lines above the table of arrivals."""
     passes = found["arrivals"]["prefill_pass_ms"]
     lines = [
         f"A prefill pass in turns takes the host {' or '.join(f'{ms:,.0f}' for ms in passes)} ms, or the GPU longer"

@@ -73,7 +73,7 @@ class Product:
 
     @property
     def of_heads(self) -> bool:
-        """Whether ranks that share the heads of a request share it, for their own requests alone."""
+        """Return whether the ranks that share a request's heads share the product, for their own requests alone."""
         return self.kind in ("attention", "linear")
 
     @property
@@ -113,7 +113,7 @@ def model_names() -> list[str]:
 
 
 def is_fp4(name: str) -> bool:
-    """Whether a checkpoint says in its name that its weights have four bits of floating point."""
+    """Return whether a checkpoint's name indicates weights in 4-bit floating point."""
     return re.search(r"(?i)(?<![a-z])(nv|mx)?fp4(?![a-z0-9])", name.rstrip("/").rpartition("/")[2]) is not None
 
 

@@ -1,4 +1,4 @@
-"""Which data-parallel rank a prompt goes to: prompts that begin alike stay together, until a rank is too busy.
+"""Routing of prompts to data-parallel ranks: prompts that begin alike stay together, until a rank is too busy.
 
 Every rank has a prefix cache and groups of its own, so requests that share a prompt gain little when they are dealt out
 in turn: each rank computes, keeps and expands the same prefix, for a part of the group.
@@ -113,7 +113,7 @@ class PromptAffinity:
         return [count if count >= self._min_pages else 0 for count in matched]
 
     def _hashes(self, tokens: Sequence[int], salt: str) -> list[int]:
-        """Of the prompt, up to the end of each of its pages."""
+        """Return hashes of the prompt, one for its tokens up to the end of each page."""
         count = min(len(tokens) // PAGE_TOKENS, self._max_pages)
         if not count:
             return []

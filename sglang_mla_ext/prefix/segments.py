@@ -1,4 +1,4 @@
-"""The tree of shared segments, for people: what the last decode step attended to together, and what else is expanded.
+"""Tree of shared segments, for display: what the last decode step attended to together, and what else is expanded.
 
 Made when somebody asks, from what planning keeps anyway; it changes nothing, so that ranks go on deciding alike, and it
 says nothing of the tokens but how many there are.
@@ -115,7 +115,7 @@ def _kept(
     of_chunk: dict[int, ShownSegment],
     running: Mapping[Hashable, int],
 ) -> list[ShownSegment]:
-    """What is in the pool and not in `of_chunk`, to which it is added; those that begin earlier first."""
+    """Return segments of the pool's chunks that are not in `of_chunk`, and add them there; earlier ones first."""
     size, left = pool.chunk_tokens, CLIMB_LIMIT
     found = []
     for stretch in sorted(_stretches(pool, of_chunk), key=lambda stretch: stretch[0].index):

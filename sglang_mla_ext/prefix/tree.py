@@ -1,4 +1,4 @@
-"""What the planner knows of a server's radix tree: the part of it that a batch shares, and single nodes by handle.
+"""Interface of a server's radix tree for the planner: the part of it that a batch shares, and single nodes by handle.
 
 A *handle* stands for one node. There is one for each node as long as anybody keeps it, it is equal by identity, and it
 survives a split: the node it stands for then begins later, and ends where it ended. Requests are the server's own
@@ -35,7 +35,7 @@ class SharedTree:
     complete: bool = True
 
     def without(self, nodes: Collection[Hashable]) -> SharedTree:
-        """As if requests held none of these nodes, nor any below them."""
+        """Return the tree as if requests held none of these nodes, nor any below them."""
         above: list[int] = []  # of each node: itself or the last one above it that is left, -1 for none
         for index, (node, parent) in enumerate(zip(self.nodes, self.parents, strict=True)):
             left = parent < 0 or above[parent] == parent
@@ -52,7 +52,7 @@ class SharedTree:
         return [self.nodes[place] for place in places], [self.ends[place] for place in places]
 
     def from_request(self, first: int) -> SharedTree:
-        """As if there were only the requests from this one on, and the nodes that they hold."""
+        """Return the tree as if there were only the requests from this one on, and the nodes that they hold."""
         if not first:
             return self
         deepest = self.deepest[first:]
@@ -95,8 +95,8 @@ class Tree(Protocol):
         whole: Collection[int] = (),
         of: Collection[int] | None = None,
     ) -> SharedTree:
-        """What requests share among themselves. The cost is the number of distinct nodes that two or more requests
-        hold; of nodes that only one holds it is paid once, as long as the request ends in the same node.
+        """Return the nodes that requests share. The cost is the number of distinct nodes that two or more requests
+        hold; nodes that only one request holds cost once, as long as the request ends in the same node.
 
         Args:
             also: handles of nodes that count as shared even if only one request holds them.
@@ -119,10 +119,10 @@ class Tree(Protocol):
         ...
 
     def holders(self, node: Any) -> int:
-        """How many requests hold the node, perhaps a few too many. While there are any, its tokens' slots stay what
-        they are."""
+        """Return the number of requests that hold the node, or slightly more. While there are any, the slots of its
+        tokens do not change."""
         ...
 
     def is_attached(self, node: Any) -> bool:
-        """Whether the node is still in the tree, so that requests can come to hold it."""
+        """Return whether the node is still in the tree, so that requests can come to hold it."""
         ...

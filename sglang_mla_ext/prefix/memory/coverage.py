@@ -1,4 +1,4 @@
-"""How far paths are expanded, and which of their chunks are still to be filled."""
+"""Coverage of paths: how far they are expanded, and which of their chunks are still to be filled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How much memory expanded prefixes get where the user names no size, and what prefill expands for itself: one rule,
-for the server and for `plan`."""
+"""Default sizes of the memory for expanded prefixes, where the user names none, and of what prefill expands for itself:
+one rule, for the server and for `plan`."""
 
 from __future__ import annotations
 

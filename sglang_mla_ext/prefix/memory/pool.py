@@ -69,11 +69,11 @@ class ExpandedPool:
 
     @property
     def nodes(self) -> set[Hashable]:
-        """Those that own chunks."""
+        """Nodes that own chunks."""
         return set(self._owned)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Those that are owned, node by node in the order of their tokens."""
+        """Yield the owned chunks, node by node, in the order of their tokens."""
         for owned in self._owned.values():
             yield from (owned.chunks[index] for index in sorted(owned.chunks))
 

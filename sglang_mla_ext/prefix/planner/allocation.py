@@ -1,4 +1,4 @@
-"""Allocation requests: what a plan would have expanded, and what that is worth."""
+"""Allocation requests: the ranges that a plan would have expanded, and the time that a token of each saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sglang_mla_ext.segment import Mode
 
 
 def allocation_requests(ideal: Sequence[Part], branches: Branches, ways: Ways) -> list[AllocationRequest]:
-    """What is worth expanding, the most worthwhile first, and whatever another one continues before that.
+    """Return requests for all that is worth expanding, the most worthwhile first, and each behind the one that it
+    continues.
 
     Args:
         ideal: the parts that save most if whatever they need is expanded.

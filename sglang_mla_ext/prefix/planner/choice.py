@@ -102,7 +102,7 @@ class Chooser:
             ]
 
     def choose(self, prices: Prices) -> Choice:
-        """What saves the most at these prices, and were it less than nothing."""
+        """Return the choice that saves the most at these prices, even if that is less than nothing."""
         launched, of_part, of_row = self._launched, prices.part, prices.part_row
         launch_prices = 0.0, prices.naive, prices.grouped, prices.naive + prices.grouped
         # Of the children of each branch, see `_together`; the last place is for branches without a parent.
@@ -191,7 +191,8 @@ class Chooser:
 
 
 def _sum(a: float, b: float) -> float:
-    """Of children of which one at least is used: of all that save something, or of the one that costs least."""
+    """Return the joint saving of children of which at least one is used: of all that save something, or else of the one
+    that costs least."""
     return a + b if a > 0.0 and b > 0.0 else a if a > b else b
 
 

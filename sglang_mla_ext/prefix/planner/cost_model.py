@@ -50,7 +50,7 @@ class CostModel:
         return self.local_heads // self.ranks
 
     def own(self, group_size: int) -> int:
-        """Of a group, the requests of a rank."""
+        """Requests of a group that belong to one rank, rounded up."""
         return -(-group_size // self.ranks)
 
     @functools.cached_property
@@ -88,7 +88,7 @@ class CostModel:
         return launches + (self.exchange_seconds(group_size) if mode is Mode.NAIVE else 0.0)
 
     def exchange_seconds(self, group_size: int) -> float:
-        """What a layer's exchange between ranks costs, in BF16; nothing where each holds its own prefixes."""
+        """Seconds of a layer's exchange between ranks, in BF16; 0 if prefixes are not sharded or no rate is given."""
         rates = self.rates.exchange
         if self.ranks == 1 or rates is None:
             return 0.0
@@ -96,8 +96,8 @@ class CostModel:
         return rates.overhead_s + 2 * heads * self.dims.naive_macs / rates.bytes_per_s  # as many values as products
 
     def making_seconds(self, tokens: int) -> float:
-        """What a layer's keys and values of all heads here cost a prefill pass that makes them of latent rows: the
-        product with `kv_b_proj` at absorb's rate, then they are written in BF16, and read."""
+        """Seconds that a prefill pass spends in a layer to make keys and values of all heads here from latent rows: the
+        product with `kv_b_proj` at absorb's rate, then one write in BF16 and one read."""
         rates, dims = self.rates.modes[Mode.ABSORB], self.dims
         macs = dims.kv_lora_rank * (dims.qk_nope_head_dim + dims.v_head_dim)
         per_head = macs / rates.macs_per_s + 2 * 2 * dims.naive_macs / rates.bytes_per_s  # as many values as products
@@ -113,11 +113,11 @@ class CostModel:
         return tokens * self.token_seconds(mode, group_size, self.exceeds_l2(tokens, step_tokens))
 
     def exceeds_l2(self, tokens: int, step_tokens: int) -> bool:
-        """Whether the L2 cache does not hold the latent rows of so many tokens."""
+        """Return whether the latent rows of `tokens` or of `step_tokens`, whichever are more, exceed the L2 cache."""
         return max(tokens, step_tokens) * self.latent_row_bytes > self.rates.l2_bytes
 
     def token_seconds(self, mode: Mode, group_size: int, from_memory: bool) -> float:
-        """What a token costs of `work_seconds`.
+        """Seconds that each token adds to `work_seconds`.
 
         Args:
             from_memory: whether plain absorb reads it once per request from memory.
@@ -131,14 +131,15 @@ class CostModel:
         return read_s if read_s > matrix_s else matrix_s
 
     def launch_seconds(self, mode: Mode, rows: int) -> float:
-        """What a mode costs a step beyond work and segments, if `rows` of its requests attend in it at all: a launch
-        more than plain absorb has. `seconds` of one group is its work, one segment, and this."""
+        """Seconds that a mode adds to a step beyond work and segments, if `rows` of its requests attend in it at all:
+        its launches, less those of plain absorb. `seconds` of one group is its work, one segment, this, and plain
+        absorb's overhead."""
         more = self.overhead_seconds(mode, rows) - self.overhead_seconds(Mode.ABSORB, rows)
         return more - self.segment_seconds(mode, rows)
 
     def segment_seconds(self, mode: Mode, group_size: int) -> float:
-        """What a segment costs its requests beyond its work, where the launches are there: its items, and one partial
-        for each row and head, written once and read once by the merge."""
+        """Seconds that a segment adds beyond its work, once the launches are paid: its items, and one partial for each
+        row and head, written once and read once by the merge."""
         work = self._work[mode]
         return work.segment_s + group_size * work.partials_s
 
@@ -149,7 +150,7 @@ class CostModel:
 
     @functools.cached_property
     def _work(self) -> dict[Mode, _Work]:
-        """Of each mode; a plan asks thousands of times."""
+        """Work of each mode, cached: a plan reads it thousands of times."""
         return {mode: _work_of(self, mode) for mode in self.rates.modes}
 
 

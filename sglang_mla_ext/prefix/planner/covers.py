@@ -87,7 +87,7 @@ class Covers(NamedTuple):
 
 
 def whole(branches: Branches) -> Expanded:
-    """As if everything were expanded."""
+    """Return how far each branch is expanded if everything is: up to its end."""
     return lambda index: branches[index].end
 
 

@@ -1,4 +1,4 @@
-"""What a GPU reaches in each mode: data, `configs/gpus/*.json`, each with a note on what was measured."""
+"""Rates that a GPU reaches in each mode: data, `configs/gpus/*.json`, each with a note on what was measured."""
 
 from __future__ import annotations
 

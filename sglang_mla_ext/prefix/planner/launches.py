@@ -1,4 +1,4 @@
-"""What a step pays for launching naive attention or grouped absorb, and the choice that saves most with that paid.
+"""Cost of launching naive attention or grouped absorb in a step, and the choice that saves most with that paid.
 
 A launch takes the longer, the more rows take part, but each further one adds less. So between two numbers of rows it
 costs at least what the straight line between them does, and with that line's slope as the price of a row, the best
@@ -48,12 +48,12 @@ def launched_rows(parts: Iterable[Part], branches: Branches) -> dict[int, int]:
 
 
 def launch_cost(rows: Mapping[int, int], launch: Launch) -> float:
-    """What a step pays for launches for so many rows, in seconds a layer."""
+    """Return what launches cost a step with so many rows in each way, in seconds a layer."""
     return sum(launch(_MODES[mode], count) for mode, count in rows.items() if count)
 
 
 def slope_prices(rows: Mapping[int, int], launch: Launch) -> Prices:
-    """What a row more costs launches for about so many."""
+    """Return the price of one more row in each way: the slope of its launch's cost from half of these rows to all."""
     slopes = (_line(launch, mode, (max(rows[mode] // 2, 1), rows[mode]))[1] for mode in (NAIVE, GROUPED))
     return Prices(*slopes)
 

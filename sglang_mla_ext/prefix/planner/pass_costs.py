@@ -48,7 +48,7 @@ class PassCosts:
         return self.cost.work_seconds(Mode.NAIVE, rows, tokens)
 
     def pays_alone(self, rows: int, tokens: int) -> bool:
-        """Whether a request's own cached tokens are worth expanding for its new tokens, in a graph."""
+        """Return whether it pays, in a graph, to expand a request's own cached tokens for its new tokens."""
         made = self.cost.rates.passes.range_s + self.cost.making_seconds(tokens) + self.naive(rows, tokens)
         return made < self.absorb(rows, tokens)
 

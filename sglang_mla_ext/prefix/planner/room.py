@@ -1,4 +1,4 @@
-"""What the static buffers of a step have room for, and the choice that saves the most within it.
+"""Room in the static buffers of a step, and the choice that saves the most within it.
 
 Where there is too little room it has a price, which is raised until the choice fits: parts are joined to those below
 them, or left out. The last of the room goes to single parts.
@@ -40,7 +40,7 @@ class Capacity:
 
 
 def fits(parts: Sequence[Part], branches: Branches, capacity: Capacity) -> bool:
-    """Whether there is room for all of these."""
+    """Return whether there is room for all of these parts."""
     return len(parts) <= capacity.segments and rows_of(parts, branches) <= capacity.rows
 
 
@@ -82,7 +82,7 @@ def _priced(
     room = per_part * capacity.segments + per_row * capacity.rows
 
     def worth(choice: Choice) -> tuple[float, float]:
-        """What a choice saves, but for prices of room, and the room that it takes."""
+        """Return a choice's saving with launches paid but without the prices of room, and the room that it takes."""
         launched = choice.rows[NAIVE] * prices.naive + choice.rows[GROUPED] * prices.grouped
         return choice.gain - launched, per_part * len(choice.parts) + per_row * rows_of(choice.parts, branches)
 
@@ -189,7 +189,8 @@ class _Fitting:
         self.remove(-place)
 
     def finish(self) -> tuple[float, int]:
-        """What is lost where one part more is removed and the others fit, and which part loses least."""
+        """Return the total loss if one more part is removed so that the others fit, and the index of the part that
+        loses least; infinity and -1 if no single part is enough."""
         least = math.inf, -1
         for index in range(len(self._parts)):
             fits = self._count - 1 <= self._capacity.segments
@@ -271,7 +272,7 @@ class _Fitting:
             self._lost[above] -= self._parts[index].gain - longer.gain
 
     def _cost(self, index: int) -> float:
-        """What a part saves less if it goes, for the room that it frees."""
+        """Return the loss by removing a part, per room that it frees; infinity if it cannot go or frees none."""
         if self._gone[index] or self._unable[index]:
             return math.inf
         room = self._per_part * (self._count > self._capacity.segments)
@@ -279,7 +280,7 @@ class _Fitting:
         return self._loss(index) / room if room else math.inf
 
     def _loss(self, index: int) -> float:
-        """What all parts save less without this one. The one above, which no other follows then, may end later."""
+        """Return how much less all parts save without this one. The part above may end later if no other follows it."""
         loss, above = self._parts[index].gain + self._lost[index], self._above[index]
         if above >= 0 and not self._followers[index] and len(self._followers[above]) == 1:
             loss -= self._last(above).gain - self._parts[above].gain

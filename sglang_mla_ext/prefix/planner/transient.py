@@ -1,4 +1,4 @@
-"""What a prefill pass shares beyond what is expanded: ranges of cached tokens that it expands for itself alone.
+"""Ranges of cached tokens that a prefill pass expands for itself alone, beyond what is expanded already.
 
 SGLang expands the cached prefix of every request anew in each pass. What several requests of the pass have in common
 needs that once, whether or not there is memory that keeps it. Pure Python.

@@ -1,4 +1,4 @@
-"""One rank's part in sharded prefixes: what it tells the others, and what all of them decide alike.
+"""One rank's part in sharded prefixes: what it reports to the others, and what all of them decide alike.
 
     member.report(paths, rows)     # before a step; given to all ranks
     plan = member.agree(reports)   # of all ranks: alike on all of them, but for the ids of chunks
@@ -70,13 +70,12 @@ class Member:
 
     @property
     def asks_for_nothing(self) -> bool:
-        """Whether the last agreement found nothing that is worth sharing; the same on all ranks whose fingerprints
-        are."""
+        """Return whether the last agreement found nothing worth sharing; the same on all ranks of one fingerprint."""
         return not self._sharing.asked.requests
 
     @property
     def has_agreed(self) -> bool:
-        """Whether it knows what all ranks asked for; not when everything has been forgotten since."""
+        """Return whether there is an agreement on what all ranks asked for; False once everything is forgotten."""
         return self._reports.agreement is not None
 
     def begin(self, plan: ShardedPlan | None) -> None:

@@ -1,4 +1,4 @@
-"""The plan of a step of all ranks."""
+"""Plan of a step that shares sharded prefixes, over the requests of all ranks."""
 
 from __future__ import annotations
 

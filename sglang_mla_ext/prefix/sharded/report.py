@@ -1,4 +1,4 @@
-"""What a rank tells the others before a step: the names of its requests' prompts, chunk by chunk, and what it holds."""
+"""Report of a rank to the others before a step: names of its requests' prompts, chunk by chunk, and what it holds."""
 
 from __future__ import annotations
 

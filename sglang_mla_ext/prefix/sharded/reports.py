@@ -123,7 +123,7 @@ class Reports:
         return self._pool.chunk_tokens
 
     def holders(self, node: Any) -> int:
-        """What nobody asks for any more counts as held by nobody."""
+        """Return 0: a name that no rank asks for any more counts as held by no request."""
         return 0
 
     def is_here(self, node: Any) -> bool:

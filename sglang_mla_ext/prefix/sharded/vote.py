@@ -1,5 +1,5 @@
-"""How ranks come to share alike: each says what it has, all decide from what all said, and nobody waits for one that
-does not come.
+"""Vote of ranks, so that they share alike: each reports what it has, all decide from all reports, and nobody waits for
+a rank that does not come.
 
 Every rank takes part in every vote, in as many exchanges as the others: how many there are follows from what was said
 in them. In most steps nothing has changed since the one before on any rank, and one exchange of three integers tells
