@@ -371,10 +371,13 @@ def replace_bodies() -> None:
         info = object.__new__(dp_attn.MLPSyncBatchInfo)
         info.is_extend_in_batch = batch is not None and batch.forward_mode.is_extend()
         info.can_run_decode_cuda_graph, info.local_forward_mode = not info.is_extend_in_batch, None
-        said = info._get_local_tensor(device="cpu")
+        info.all_gather("cpu", group=None)
         if batch is not None:
-            batch.is_extend_in_batch, batch.said = said[0] or others_prefill, said
+            batch.is_extend_in_batch, batch.said = info.said[0] or others_prefill, info.said
         return batch
+
+    def all_gather(self: Any, device: str, group: Any) -> None:
+        self.said = self._get_local_tensor(device=device)
 
     def add_one_req(self: Any, req: Any, has_chunked_req: bool = False, truncation_align_size: Any = None) -> Any:
         self.can_run_list.append(req)
@@ -385,6 +388,7 @@ def replace_bodies() -> None:
     Scheduler.run_batch = lambda self, batch: self.body(batch)
     Scheduler.process_batch_result = lambda self, batch, result: self.processed.append((batch, result))
     dp_attn.prepare_mlp_sync_batch_raw = sync
+    dp_attn.MLPSyncBatchInfo.all_gather = all_gather
     dp_attn.MLPSyncBatchInfo._get_local_tensor = lambda self, device: (
         self.is_extend_in_batch,
         self.can_run_decode_cuda_graph,
