@@ -88,7 +88,7 @@ class Deployment:
             raise ValueError(f"--dp {self.dp} does not divide --tp {self.tp}: SGLang's ranks are counted by --tp")
         if self.dims.num_heads % self.head_ranks:
             raise ValueError(f"{self.dims.num_heads} heads do not divide among {self.head_ranks} ranks")
-        if self.prefix_sharding and not self._may_shard:
+        if self.prefix_sharding and not may_shard(self.tp, self.dp, self.dims.num_heads):
             raise ValueError(
                 f"prefixes are sharded over ranks of DP attention with requests of their own, which divide "
                 f"{self.dims.num_heads} heads: --prefix-sharding needs --dp as large as --tp"
@@ -99,11 +99,7 @@ class Deployment:
     @property
     def shards_by_default(self) -> bool:
         """Return whether a server shards prefixes over ranks by default."""
-        return self._may_shard and self.tp <= GPUS_OF_A_HOST
-
-    @property
-    def _may_shard(self) -> bool:
-        return self.dp == self.tp > 1 and self.dims.num_heads % self.dp == 0
+        return may_shard(self.tp, self.dp, self.dims.num_heads) and self.tp <= GPUS_OF_A_HOST
 
     @cached_property
     def dims(self) -> ModelDims:
@@ -183,6 +179,12 @@ class Deployment:
         if not product.split:
             return 1
         return self.head_ranks if product.of_heads else self.tp
+
+
+def may_shard(tp: int, dp: int, heads: int) -> bool:
+    """Return whether ranks of DP attention can shard prefixes: each has requests of its own, and they divide the
+    heads."""
+    return dp == tp > 1 and heads % dp == 0
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def changes_plans(name: str, folder: Path) -> None:
     @functools.wraps(agree)
     def called(member: Any, *args: Any) -> Any:
         plan = agree(member, *args)
-        if member._rank == 1 and plan.segments and takes(folder, name):
+        if member.rank == 1 and plan.segments and takes(folder, name):
             return replace(plan, segments=plan.segments[:-1], names=plan.names[:-1])
         return plan
 

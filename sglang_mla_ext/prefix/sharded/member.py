@@ -24,7 +24,11 @@ from sglang_mla_ext.prefix.sharing import Sharing, Step
 
 
 class Member:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        rank: this one.
+    """
 
     def __init__(self, sharing: Sharing, reports: Reports, rank: int) -> None:
         """
