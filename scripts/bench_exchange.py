@@ -135,7 +135,7 @@ def main(
     ] = ["nccl"],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
-    """Time the exchange of ranks that hold prefixes together: of all GPUs, or without any of two processes."""
+    """Time the exchange of ranks that shard prefixes: of all GPUs, or without any of two processes."""
     ranks = max(torch.cuda.device_count(), 2)
     if heads % ranks:
         raise typer.BadParameter(f"{ranks} ranks do not divide {heads} heads", param_hint="--heads")

@@ -32,7 +32,7 @@ from sglang_mla_ext.segment import Mode
 
 # Products run on tiles that fit the batch to about so many rows.
 ROW_STEP = 8
-GPUS_OF_A_HOST = 8  # that store into each other's memory, where ranks hold prefixes together
+GPUS_OF_A_HOST = 8  # that store into each other's memory, where ranks shard prefixes
 
 
 @dataclass(frozen=True)

@@ -149,9 +149,10 @@ def memory_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
 
 
 def _of_bursts(found: dict[str, Any]) -> Iterator[str]:
-    """Describe each prompt's burst, of the last number of requests asked about, where sharing saves more than 5 percent
-    with at least one host time."""
-    for prompt, bursts in {case["prompt"]: case["burst_s"] for case in found["cases"] if "burst_s" in case}.items():
+    """Describe each prompt's burst, of the largest number of requests asked about, where sharing saves more than 5
+    percent with at least one host time."""
+    cases = sorted((case for case in found["cases"] if "burst_s" in case), key=lambda case: case["requests"])
+    for prompt, bursts in {case["prompt"]: case["burst_s"] for case in cases}.items():
         if any(burst["chosen"] < 0.95 * burst["absorb"] for burst in bursts):
             said: dict[str, list[str]] = {}  # what is the same with several host times is said once
             for burst in bursts:

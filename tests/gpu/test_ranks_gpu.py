@@ -87,7 +87,7 @@ def test_ranks_that_divide_the_requests(tmp_path: Path) -> None:
 
 
 def sharded(mode: str, via: str = "auto", env: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
-    """One of MODES, in which ranks hold prefixes together."""
+    """One of MODES, in which ranks shard prefixes."""
     one = MODES[mode]
     return (
         one | DP_ATTENTION | arguments | dict(env=one["env"] | {"SGLANG_HYBRID_MLA_PREFIX_SHARDING": via} | (env or {}))

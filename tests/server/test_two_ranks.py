@@ -103,7 +103,7 @@ def check_dp_attention(stock: Reference, server: Server, ranks: int = 2) -> list
 
 
 def check_sharded(found: list[dict[str, Any]]) -> None:
-    """Ranks hold prefixes together: all steps that shared anything they shared."""
+    """Prefixes are sharded: all steps that shared anything the ranks shared."""
     sharded = {each["steps_sharded"] for each in found}
     assert len(sharded) == 1 and min(sharded) > 10 and not any(each["shadow_failures"] for each in found), found
     assert all(each["shadow_checks"] > 1 and each["not_sharded"]["rank_without_rows"] > 0 for each in found), found

@@ -1,4 +1,4 @@
-"""Ranks that hold prefixes together, in threads that meet where they exchange something."""
+"""Ranks that shard prefixes, in threads that meet where they exchange something."""
 
 from __future__ import annotations
 

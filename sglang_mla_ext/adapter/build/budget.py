@@ -57,7 +57,7 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     if not default:
         asked = HybridMLAOptions.from_env().prefix_sharding  # ranks that do not reach each other have another
         could_shard = asked == "off" and not server.ranks.sharding_obstacle
-        together = f"hold prefixes together ({sharded_prefixes.FLAG} auto), " if could_shard else ""
+        together = f"shard prefixes over ranks ({sharded_prefixes.FLAG} auto), " if could_shard else ""
         logger.warning(
             "hybrid_mla: no prefix stays expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d "
             "tokens of %.2f MiB, fewer than %d. Set --hybrid-mla-prefix-memory-gb, halve a token's size with "

@@ -37,7 +37,7 @@ class RanksDifferError(RuntimeError):
 
 
 def tp_group() -> GroupCoordinator:
-    """All ranks: where each has requests of its own, those that hold prefixes together."""
+    """Return the group of all ranks: where each has requests of its own, those that shard prefixes."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     return get_tp_group()

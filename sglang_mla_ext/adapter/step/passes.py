@@ -80,7 +80,7 @@ class Pass:
         joined: the batch whose new tokens are in a verify step (paired.py). done: results of a pass whose tokens were.
         as_rows: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
         only_last_rows: whether its logits are of these alone.
-        sharded: what the ranks that hold prefixes together agreed on for it; None where they agreed on nothing.
+        sharded: plan that the ranks of sharded prefixes agreed on for it; None where they agreed on nothing.
         watched: what is to be copied in the merge of the layer that runs now, if anything ever is.
         q_nope: `[rows, heads, qk_nope_head_dim]`, the query of the layer that runs now, before absorption.
         tail_lse: `[rows, heads]` float32, natural log, of the layer whose shared part is still to be merged.

@@ -96,7 +96,7 @@ class GpuRates:
         source: what was measured, when and how, or what the numbers are derived from.
         naive_tiles: the naive kernel's fastest tiles by storage of the expanded prefix (`bf16`, `fp8_e4m3`), in
             ascending order of rows; each has the fields of the kernel's `Tile`. Empty where none were measured.
-        exchange: between ranks that hold prefixes together, by NCCL; None where it is not known, and taken for nothing.
+        exchange: between ranks that shard prefixes, by NCCL; None where it is not known, and counted as nothing.
         exchange_by_stores: the same by stores into each other's memory; None where it is not known.
         passes: of prefill; of a file without them those of FALLBACK_GPU.
     """

@@ -486,6 +486,13 @@ def test_a_name_that_is_not_known(option, name, said):
     assert said in refused(option, name)
 
 
+def test_the_largest_burst_is_told_whatever_the_order():
+    for batches in (("256", "64"), ("64", "256")):
+        flags = [word for batch in batches for word in ("--batch", batch)]
+        output = CliRunner().invoke(app, ["plan", "--tp", "8", "--prefix", "26472", *flags]).output
+        assert "256 requests at once" in output and "64 requests at once" not in output
+
+
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     for name, options in (("a.png", ("--tp", "8")), ("b.svg", ("--gpu", "cpu", "--model", "deepseek-v2-lite"))):
