@@ -89,9 +89,9 @@ class _Options:
     )
     prefix_sharding: Literal["auto", "off", "nccl", "peers"] = _option(
         "auto",
-        "with DP attention, shard each expanded prefix over the ranks by heads: auto (where their GPUs reach each "
-        "other's memory, by stores into it), peers (the same, unchecked), nccl (by NCCL), off (each rank holds its own "
-        "prefixes)",
+        "with DP attention, shard each expanded prefix over the ranks by heads: auto (with more than 32 heads, by "
+        "stores into each other's memory where GPUs reach it), peers (by stores, unchecked), nccl (by NCCL), off "
+        "(each rank holds its own prefixes)",
     )
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS  # plain Python
 from sglang_mla_ext.predict import linear, weights
 from sglang_mla_ext.predict.rates import Gpu
@@ -99,7 +100,8 @@ class Deployment:
     @property
     def shards_by_default(self) -> bool:
         """Return whether a server shards prefixes over ranks by default."""
-        return may_shard(self.tp, self.dp, self.dims.num_heads) and self.tp <= GPUS_OF_A_HOST
+        few_heads = rows_per_tile(self.dims.num_heads) is not None  # grouped absorb shares without an exchange
+        return may_shard(self.tp, self.dp, self.dims.num_heads) and self.tp <= GPUS_OF_A_HOST and not few_heads
 
     @cached_property
     def dims(self) -> ModelDims:

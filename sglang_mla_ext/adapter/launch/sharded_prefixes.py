@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu
+from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -35,14 +36,11 @@ class Ranks:
         if self.dp == 1:
             return "a server without DP attention (--enable-dp-attention)"
         args, gpu = self.args, on_gpu(self.args)
-        heads = getattr(installed.model_config(args).get_text_config(), "num_attention_heads", 0)
         reasons = {
             # Ranks that share the heads of a request would have to exchange in groups of their own.
             f"--dp-size {self.dp} that is not --tp-size {args.tp_size}": self.dp != args.tp_size,
-            f"{heads} heads, which {self.dp} ranks do not divide": heads % self.dp > 0,
+            f"{self._heads} heads, which {self.dp} ranks do not divide": self._heads % self.dp > 0,
             "a mode or a budget that never expands": not self.options.may_expand,
-            "--hybrid-mla-dp-routing prefix, which keeps a prompt on one rank": self._by_itself
-            and self.options.dp_routing == "prefix",
             "--disaggregation-mode": args.disaggregation_mode != "null",
             "--elastic-ep-backend": args.elastic_ep_backend is not None,
             # Each rank picks a graph of its own size (sgl-project/sglang#30242).
@@ -59,7 +57,10 @@ class Ranks:
     @property
     def sharding(self) -> int:
         """Ranks that shard expanded prefixes; 1 where each holds its own."""
-        return 1 if self.options.prefix_sharding == "off" or self.sharding_obstacle is not None else self.dp
+        how = self.options.prefix_sharding
+        if how == "off" or self.sharding_obstacle is not None or (how == "auto" and self._better_apart):
+            return 1
+        return self.dp
 
     @property
     def sharding_warning(self) -> str | None:
@@ -68,17 +69,22 @@ class Ranks:
         how, obstacle = self.options.prefix_sharding, self.sharding_obstacle
         if how == "off" or obstacle is None:
             return None
-        if not self._by_itself:
+        if how != "auto":
             return f"{FLAG} {how} has no effect here, because of {obstacle}."
-        chosen = self.dp == 1 or not self.options.may_expand or self.options.dp_routing == "prefix"
-        if chosen or not on_gpu(self.args):
+        if self.dp == 1 or self._better_apart or not self.options.may_expand or not on_gpu(self.args):
             return None
         return f"Each rank expands prefixes for itself, because of {obstacle}."
 
     @property
-    def _by_itself(self) -> bool:
-        """Return whether it is the server that decides whether prefixes are sharded."""
-        return self.options.prefix_sharding == "auto"
+    def _better_apart(self) -> bool:
+        """Return whether each rank had better hold its own prefixes: with few heads it shares by grouped absorb,
+        without memory or exchange, and routing by prefix keeps a prompt on one rank."""
+        return self._heads in STACKED_HEADS or self.options.dp_routing == "prefix"
+
+    @property
+    def _heads(self) -> int:
+        """Query heads of the model; 0 where that is not known."""
+        return int(getattr(installed.model_config(self.args).get_text_config(), "num_attention_heads", 0))
 
     @property
     def by_stores(self) -> bool:

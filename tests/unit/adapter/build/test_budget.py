@@ -132,6 +132,7 @@ def test_what_prefill_expands_for_itself_by_default(
         attn_dp_size=ranks,
         enable_hierarchical_cache=False,
     )
+    server.server_args.get_model_config().hf_config.num_attention_heads = 128
     found = budget.with_default(available * GIB, server, options(**given))
     taken = budget.transient_bytes(*model.described(server, options()), tokens)
     assert found.transient_tokens == tokens and (not tokens or 0.5 < taken / GIB < 1)

@@ -43,7 +43,7 @@ def server_args(**changes: Any) -> Any:
         ({"moe_a2a_backend": "deepep"}, {}, None),
         ({"enable_dp_attention": False, "attn_dp_size": 1}, {}, "without DP attention"),
         ({"dp_size": 4, "attn_dp_size": 4}, {}, "--dp-size 4 that is not --tp-size 8"),
-        ({"dims": {**test_limits.DEEPSEEK, "num_attention_heads": 20}}, {}, "20 heads, which 8 ranks do not divide"),
+        ({"dims": {**test_limits.DEEPSEEK, "num_attention_heads": 60}}, {}, "60 heads, which 8 ranks do not divide"),
         ({}, {"mode": "grouped_absorb"}, "never expands"),
         (test_limits.EAGLE, {}, None),
         ({"disaggregation_mode": "prefill"}, {}, "--disaggregation-mode"),
@@ -57,7 +57,9 @@ def server_args(**changes: Any) -> Any:
         ({"disable_cuda_graph_padding": True}, {}, "--disable-cuda-graph-padding"),
         ({}, {"prefix_sharding": "peers"}, None),
         ({"enable_dp_attention": False, "attn_dp_size": 1}, {"prefix_sharding": "peers"}, "without DP attention"),
-        ({}, {"dp_routing": "prefix"}, "keeps a prompt on one rank"),
+        ({}, {"dp_routing": "prefix"}, "routing"),
+        ({"dims": {**test_limits.DEEPSEEK, "num_attention_heads": 32}}, {}, "few heads"),
+        ({"dims": {**test_limits.DEEPSEEK, "num_attention_heads": 32}}, {"prefix_sharding": "peers"}, None),
         ({}, {"dp_routing": "prefix", "prefix_sharding": "peers"}, None),
         ({"nnodes": 2}, {}, "ranks on several nodes"),
         ({"nnodes": 2}, {"prefix_sharding": "peers"}, "ranks on several nodes"),
@@ -76,7 +78,7 @@ def test_where_prefixes_are_sharded(
         monkeypatch.setenv(f"SGLANG_HYBRID_MLA_{name.upper()}", value)
     begins = "Each rank expands prefixes for itself" if by_itself else sharded_prefixes.FLAG
     said = [each for each in limits.warnings(test_limits.server(args)) if each.startswith(begins)]
-    chosen = ("without DP attention", "never expands", "keeps a prompt on one rank")
+    chosen = ("without DP attention", "never expands", "routing", "few heads")
     silent = reason is None or (by_itself and reason in chosen)
     assert len(said) == (not silent) and all(reason in each for each in said)
 
