@@ -45,7 +45,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     },
     "0.5.23": {
         GPU: {
-            **{SERVER: 1, V3: 1, MIXED: 1, DP_ATTENTION: 2, SHARDED: 2, PEERS: 2, TRANSIENT: 1, DRAFTS: 1},
+            **{SERVER: 1, V3: 1, MIXED: 1, DP_ATTENTION: 4, SHARDED: 4, PEERS: 4, TRANSIENT: 4, MIXED_DP: 4, DRAFTS: 1},
             **{FP8_CACHE: 2, PREFILL_GRAPHS: 1, KIMI_LINEAR: 1, KIMI_K3: 1},
         },
         CPU: {
