@@ -19,11 +19,9 @@ from ..constants import LN2
 from ..merge import load_ids, sum_partials
 from ..partials import FIRSTS, PartialTable
 from .mailbox import Mailbox
-from .signals import rank_of_program, signal_and_wait
+from .signals import programs_for, rank_of_program, signal_and_wait
 
 BLOCK_HEADS = 16
-MOST_PROGRAMS = 264
-"""Programs of all ranks: each has to signal, and to find out that there is nothing to do."""
 NUM_WARPS = 8
 
 
@@ -101,7 +99,7 @@ def merge_to_ranks(
     values = result_values(ranks * each * heads, dv, mailbox.received.dtype)
     if ranks * each > table.max_rows or values > mailbox.received.numel() or dv & (dv - 1):
         raise ValueError(f"no room for {each} rows of {ranks} ranks with {heads} heads of {dv}")
-    programs = ranks * min(each * triton.cdiv(heads, BLOCK_HEADS), max(MOST_PROGRAMS // ranks, 1))
+    programs = programs_for(ranks, each * triton.cdiv(heads, BLOCK_HEADS))
     merge_to_ranks_kernel[(programs,)](
         active,
         partial_out,

@@ -10,12 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .mailbox import Mailbox
-from .signals import rank_of_program, signal_and_wait
+from .signals import programs_for, rank_of_program, signal_and_wait
 
 PAIRS = 32
 """Pairs of a row and a head in a program: 12 KiB of DeepSeek's queries in BF16."""
-MOST_PROGRAMS = 264
-"""Programs of all ranks: each has to signal, and to find out that there is nothing to do."""
 NUM_WARPS = 4
 
 
@@ -77,7 +75,7 @@ def push_to_ranks(first: Tensor, second: Tensor, mailbox: Mailbox, each: int, ac
         raise ValueError("queries must have a contiguous last axis and the dtype that ranks receive")
     if each * heads * (a + b) > mailbox.received.numel():
         raise ValueError(f"there is room for {mailbox.received.numel()} values, not {each * heads * (a + b)}")
-    programs = ranks * min(triton.cdiv(each * heads // ranks, PAIRS), max(MOST_PROGRAMS // ranks, 1))
+    programs = programs_for(ranks, triton.cdiv(each * heads // ranks, PAIRS))
     push_to_ranks_kernel[(programs,)](
         active,
         first,

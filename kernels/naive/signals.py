@@ -14,6 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+MOST_PROGRAMS = 264
+"""Programs of a launch: each has to signal, and to find out that there is nothing to do. Two for each multiprocessor of
+an H200: with 512, both exchanges take 1.4 us longer (128 rows of four ranks)."""
+
+
+def programs_for(ranks: int, blocks: int) -> int:
+    """Return the programs of a launch, as many for each rank.
+
+    Args:
+        blocks: of what is stored for a rank; a program may have several, or none.
+    """
+    return ranks * min(blocks, max(MOST_PROGRAMS // ranks, 1))
+
 
 @triton.jit
 def rank_of_program(me, RANKS: tl.constexpr):

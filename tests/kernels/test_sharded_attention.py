@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.kernels.naive import merge_to_ranks as merge_to_ranks_module
-from sglang_mla_ext.kernels.naive import push_to_ranks as push_to_ranks_module
+from sglang_mla_ext.kernels.naive import signals
 from sglang_mla_ext.kernels.naive.attention import SharedAttention, TorchSharedAttention
 from sglang_mla_ext.kernels.naive.collectives import Collectives
 from sglang_mla_ext.kernels.naive.exchange import Exchange, ExchangeSizes
@@ -115,7 +114,7 @@ def test_ranks_attend_for_each_other(
     chunks of each. In turn, each rank is late. A step that shares nothing the first rank runs without the others, where
     ranks store into each other's memory."""
     each, own = 3, HEADS // ranks
-    monkeypatch.setattr(merge_to_ranks_module, "MOST_PROGRAMS", 6 if ranks == 3 else 264)
+    monkeypatch.setattr(signals, "MOST_PROGRAMS", 6 if ranks == 3 else 264)
     torch.manual_seed(0)
     tokens = CHUNK_TOKENS + 40
     sizes = dict(layers=1, chunks=4, qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=dtype, device="cpu")
@@ -224,8 +223,7 @@ def test_queries_and_results_in_the_memory_of_ranks(
     """Each has what is for it in its place, and nothing else is written: not the rows behind those that a rank has, not
     the values of a row without keys, and not what is behind. Rows have none, one, or more partials than a table has
     places."""
-    for kernel in (push_to_ranks_module, merge_to_ranks_module):
-        monkeypatch.setattr(kernel, "MOST_PROGRAMS", 30)  # programs have two blocks, or one, or none
+    monkeypatch.setattr(signals, "MOST_PROGRAMS", 30)  # programs have two blocks, or one, or none
     torch.manual_seed(0)
     behind, size = 8, result_values(ranks * each * heads, DV, dtype)
     boxes = mailboxes(ranks, ranks * each * heads * (DN + DR) + behind, dtype)
