@@ -203,7 +203,7 @@ def segment_entry(segment: ShownSegment, chunk_bytes: int, latent_bytes: int) ->
 
 
 MAXIMA = ("max_group_size", "max_depth")
-"""Of the Counters, those that are no totals."""
+"""Fields of Counters that are maxima, not totals."""
 
 STATES = {
     "groups": "Groups of running requests that share a prefix.",
@@ -212,7 +212,8 @@ STATES = {
     "budget_bytes": "Memory that expanded prefixes and buffers may take.",
     "tokens_without_memory": "Tokens worth expanding that found no memory.",
 }
-"""What holds now; all else that is published is of Counters."""
+"""Gauges of the current state, with their descriptions; other metrics are fields of Counters, or errors of the shadow
+check."""
 
 
 class Metrics:

@@ -19,7 +19,7 @@ class Reason(Enum):
 
 
 class Fallback(Reason):
-    """Why something was done by plain absorb that was meant to be shared (`fallbacks`)."""
+    """Reasons why something that was meant to be shared was done by plain absorb (`fallbacks`)."""
 
     # At the start.
     PREFIX_MEMORY_TOO_SMALL = "--hybrid-mla-prefix-memory-gb is too small for a single chunk: set at least {gib:.3g}"
@@ -83,7 +83,7 @@ class Fallback(Reason):
 
 
 class NotMixed(Reason):
-    """Why new tokens had a prefill pass (`not_mixed`)."""
+    """Reasons why new tokens were computed in a prefill pass (`not_mixed`)."""
 
     MORE_ROWS = "more new tokens than a decode graph has rows"
     PASS_IS_FASTER = "a prefill pass is predicted to be faster"
@@ -98,7 +98,7 @@ class NotMixed(Reason):
 
 
 class NotSharded(Reason):
-    """Why ranks shared nothing in a step, with sharded prefixes (`not_sharded`)."""
+    """Reasons why ranks with sharded prefixes shared nothing in a step (`not_sharded`)."""
 
     RANK_PREFILLING = "a rank prefills"
     RANK_PAUSED = "a rank shares nothing for a while, after a failure"

@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows each request of a pass has.
+    """Numbers of rows of the requests of a pass.
 
     Attributes:
         requests: how many there are.
         each: rows of every request; None where they have different numbers.
-        counts: `[requests]` rows of each request, 0 allowed; empty where `each` says it.
+        counts: `[requests]` rows of each request, 0 allowed; empty where `each` is set.
     """
 
     requests: int
@@ -34,7 +34,7 @@ class Rows:
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> Rows:
-        """The rows of requests that have so many."""
+        """Return the rows of requests, given the number of each."""
         if len(set(counts)) <= 1:
             return cls(len(counts), counts[0] if counts else 1)
         return cls(len(counts), None, tuple(counts))
@@ -51,7 +51,8 @@ class Rows:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """`[requests + 1]` the first row of each request, and their number; of different numbers."""
+        """First row of each request, and behind them the number of rows, `[requests + 1]`; for different numbers of
+        rows."""
         return [0, *accumulate(self.counts)]
 
     def of_request(self, request: int) -> range:
@@ -75,14 +76,15 @@ class Rows:
         return [segment for segment in in_rows if segment.rows]
 
     def repeat(self, values: Sequence[T]) -> Sequence[T]:
-        """`[rows]` of `[requests]` values, or of those of the first requests alone: each request's for all its rows."""
+        """Return `[rows]` values for `[requests]` ones, or for those of the first requests alone: each request's for
+        all its rows."""
         if self.each == 1:
             return values
         return [value for request, value in enumerate(values) for _ in self.of_request(request)]
 
     def units(self, query_tokens: int) -> Rows:
-        """The same where so many rows that follow each other count as one, as for kernels that take a request's query
-        tokens together.
+        """Return the same rows where `query_tokens` that follow each other count as one, as for kernels that take a
+        request's query tokens together.
 
         Raises:
             ValueError: a request has other rows than whole units.
@@ -99,7 +101,7 @@ class Rows:
         return Rows.of([count // query_tokens for count in counts])
 
     def padded(self, total: int, each: int = 1) -> Rows:
-        """With more requests behind these, until there are so many rows.
+        """Return these rows with further requests behind them, until there are `total` rows.
 
         Args:
             each: rows of each that is added.

@@ -37,40 +37,42 @@ class Segment(Described):
     """Tokens that several requests share, or shared."""
 
     id: int
-    """A number of its own among those of its rank, the same as long as the segment stands."""
+    """Number of the segment, unique among those of its rank, and the same as long as the segment exists."""
     parent: int | None
-    """The `id` of the segment that it continues; null where it begins at the first token, or that is not known.
-    One that is kept may begin before its end, with a chunk of its own that holds the tokens between them once more."""
+    """The `id` of the segment that it continues; null where it begins at the first token, or that is not known. A kept
+    segment may begin before the end of that one, with a chunk of its own that holds the tokens between them once
+    more."""
     start: int
-    """Tokens before it."""
+    """Tokens before the segment."""
     tokens: int
-    """Its length."""
+    """Tokens of the segment."""
     holders: int
     """Running requests that hold it."""
     mode: Literal["naive", "grouped_absorb", "kept"]
-    """How the last decode step attended to it: naive, over expanded keys and values; grouped_absorb, over latent rows
-    that are read once for all; kept: not at all, it is or is being expanded and may be of use again."""
+    """Mode of the last decode step's attention to it: naive, over expanded keys and values; grouped_absorb, over latent
+    rows that are read once for all requests; kept: no attention, it is expanded or being expanded, and may be used
+    again."""
     expanded_bytes: int
     """Memory that it takes in expanded form, on each GPU of the rank."""
     tokens_saved: int
     """Tokens that a decode step does not read, because all holders read them together: tokens x (holders - 1)."""
     bytes_saved: int
-    """The size of these in the KV cache, on each GPU of the rank and in all layers."""
+    """Bytes of these tokens in the KV cache, on each GPU of the rank and in all layers."""
 
 
 class Rank(Described):
-    """A data-parallel rank; of the GPUs that share its requests it is the first one that answers."""
+    """State of a data-parallel rank, as reported by the first one that answers of the GPUs that share its requests."""
 
     rank: int
-    """Its number."""
+    """Number of the rank."""
     description: str
-    """What can be shared, as in the log at the start."""
+    """Description of what can be shared, as in the log at the start."""
     requests: int
-    """Of the last decode step."""
+    """Requests of the last decode step."""
     pause: int
     """Forward passes until sharing is tried again after a failure; 0 where it is not paused."""
     segments: list[Segment]
-    """What the last decode step shared, parents before children; then what is expanded besides."""
+    """Segments that the last decode step shared, parents before children; then what is expanded besides."""
     expanded_bytes: int
     """Memory that expanded prefixes take, on each GPU."""
     budget_bytes: int
@@ -78,20 +80,21 @@ class Rank(Described):
     tokens_without_memory: int
     """Tokens worth expanding for which there is no memory."""
     avg_spec_accept_length: float | None = None
-    """With speculative decoding: tokens that a verify step yields for each request."""
+    """Tokens that a verify step yields for each request, with speculative decoding."""
     counters: Totals  # type: ignore[valid-type]
     """Totals since the server started."""
 
 
 class Status(Described):
-    """What `hybrid_mla` shares now."""
+    """State of sharing in a server with `hybrid_mla`."""
 
     version: str
-    """Of sglang-mla-ext."""
+    """Version of sglang-mla-ext."""
     time: float
-    """Of the answer, in seconds since 1970: counters of two answers, over the difference, are rates."""
+    """Time of the answer, in seconds since 1970: the difference of a counter between two answers, divided by that of
+    their times, is a rate."""
     ranks: list[Rank]
-    """One without data parallelism."""
+    """States of the data-parallel ranks; one entry without data parallelism."""
 
 
 def status(states: Sequence[Mapping[str, Any]], now: float) -> Status:

@@ -18,21 +18,21 @@ from sglang_mla_ext.predict.step import Deployment
 WORTH = 1.03
 """Gains below this are not worth a flag: predictions are not that good."""
 CLEARLY = 1.05
-"""So much better must another dtype or deployment be to be named."""
+"""Factor by which another dtype or deployment must be better to be named."""
 SHARD_BY_NCCL = "--hybrid-mla-prefix-sharding nccl"
-"""Where a server does not shard prefixes by itself, because ranks are on several hosts."""
+"""Flag that shards prefixes where a server does not by itself, because ranks are on several hosts."""
 LATER = "with later first tokens where many requests come at once"
 """Cost of sharded prefixes where prefill passes expand nothing for themselves."""
 PREFILL = "Prefill gains in addition: a pass expands a prompt once for all of its requests."
 NEARLY = 0.98
-"""Of the best gain; less memory that gives so much is preferred."""
+"""Share of the best gain from which less memory is preferred."""
 LARGEST_FRACTION = 0.95
-"""Of a GPU's memory for weights and cache: a larger one leaves no room for graphs and activations."""
+"""Largest share of a GPU's memory for weights and cache: a larger one leaves no room for graphs and activations."""
 
 
 class Outcome(NamedTuple):
-    """What comes of all cases: tokens per second to those of stock attention, by case, and their geometric mean of
-    tokens per second."""
+    """Outcome of all cases: tokens per second relative to those of stock attention, by case, and their geometric mean
+    of tokens per second."""
 
     ratios: list[float]
     tokens_per_s: float
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """A deployment, the size for prefixes in GiB (None: the server's default), and what comes of it."""
+    """Choice of a deployment and of the size for prefixes in GiB (None: the server's default), and its outcome."""
 
     of: Deployment
     asked: Asked
@@ -202,7 +202,7 @@ def _alternatives(best: Choice) -> Iterator[str]:
 
 
 def _flags(choice: Choice, *flags: str) -> str:
-    """These and, where a size is to be named, that, in words."""
+    """Join these flags and those that the choice needs, in words."""
     size = choice.asked.for_prefixes
     named = [] if size is None else [f"--hybrid-mla-prefix-memory-gb {size:g}"]
     *first, last = [*flags, *named, *_prefill_expand_tokens(choice), *_most_running(choice)] or [""]
@@ -210,7 +210,7 @@ def _flags(choice: Choice, *flags: str) -> str:
 
 
 def _prefill_expand_tokens(choice: Choice) -> list[str]:
-    """The flag for what prefill passes expand for themselves, where that is not the server's default."""
+    """Return the flag for what prefill passes expand for themselves, where that is not the server's default."""
     tokens = choice.of.prefill_expand_tokens
     by_itself = (
         replace(choice.asked, prefill_expand_tokens=None).with_transient_expansion(choice.of).prefill_expand_tokens
@@ -219,13 +219,14 @@ def _prefill_expand_tokens(choice: Choice) -> list[str]:
 
 
 def _most_running(choice: Choice) -> list[str]:
-    """The flag that keeps steps as small as sharing takes, where that gains more than the requests that wait cost."""
+    """Return the flag that keeps steps as small as sharing supports, where that gains more than the waiting requests
+    cost."""
     most = choice.asked.most_running
     return [] if most is None else [f"--max-running-requests {most}"]
 
 
 def _best(of: Deployment, asked: Asked) -> Choice | None:
-    """The size for prefixes to take: what was asked for or is the default, unless another one gives clearly more. None
+    """Choose the size for prefixes: what was asked for or is the default, unless another one gives clearly more. None
     where the cache holds no request. Requests wait only where no case loses by it."""
     found = [Choice(of, one, outcome) for one in _sizes(of, asked) if (outcome := _outcome(of, one)) is not None]
     found = [choice for choice in found if choice.asked.most_running is None or min(choice.outcome.ratios) >= 1]
@@ -284,8 +285,8 @@ def _replaced(best: Choice) -> list[Outcome]:
 
 
 def _larger_fraction(of: Deployment, asked: Asked) -> float | None:
-    """The `--mem-fraction-static` that holds the most requests asked about, or else the fewest, where SGLang's own or
-    the user's does not; None where it does, and where none does that leaves room for graphs and activations."""
+    """Return the `--mem-fraction-static` that holds the most requests asked about, or else the fewest, where SGLang's
+    own or the user's does not; None where it does, and where none does that leaves room for graphs and activations."""
     divided, prompt = asked.memory(of), max(asked.prompts)
     assert divided is not None
     for requests in (max(asked.requests), min(asked.requests)):

@@ -38,23 +38,23 @@ HEARD_STEPS = 2
 """Decode steps until a request's place is free where passes keep the scheduler from choosing ahead: it hears of an end
 one step later, and has chosen the next step by then."""
 CLIENT_S = 0.025
-"""From a request's last token until the next request has come to the scheduler, through server and client."""
+"""Seconds from a request's last token until the next request has come to the scheduler, through server and client."""
 PAIR_REQUEST_S = 0.54e-3
 """Host time of a running request where an iteration of the scheduler verifies drafts and computes new tokens: short
 answers of 128 requests took 69 ms an iteration with two and with six waiting steps mixed in, more than the GPU needs
 (rank-graphs.jsonl, 61 layers, an H200)."""
 STEPS = 4000
-"""That are looked at, after two mean answers."""
+"""Decode steps that are counted, of all ranks together, after two mean answers."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a server is asked.
+    """Requests that a server is asked, and their lengths.
 
     Attributes:
         requests: at a time, of all data-parallel ranks; prefix: tokens that all share.
-        question: new tokens of each prompt; answer: of each answer in the mean, all lengths up to nearly twice as many
-            alike.
+        question: new tokens of each prompt; answer: mean tokens of an answer, where all lengths up to nearly twice as
+            many are equally likely.
         host_s: host time of an eager prefill pass.
         accepted: tokens that a step adds to a request in the mean.
     """
@@ -88,11 +88,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Served:
-    """What comes of it.
+    """Rate and latencies of the simulated requests.
 
     Attributes:
         tokens_per_s: of all requests.
-        first_token_s: from when a client asks to the first token, the median.
+        first_token_s: from a client's request to the first token, the median.
         between_s, between_p99_s: from one token of a request to its next, the median, and the 99th percentile, with
             drafts of steps that add one token.
     """
@@ -104,18 +104,19 @@ class Served:
 
 
 def host_seconds(of: Deployment) -> float:
-    """Host time of an eager prefill pass, where nobody measured the user's."""
+    """Return the host time of an eager prefill pass, where nobody measured the user's."""
     return PASS_LAYER_S * of.dims.num_layers + PASS_EXPERTS_S * of.expert_layers
 
 
 def pass_seconds(of: Deployment, traffic: Traffic, requests: int, expanded: int = 0) -> float:
-    """An eager prefill pass of so many requests of all ranks; arguments are those of `pass_kernels_seconds`."""
+    """Return the seconds of an eager prefill pass of so many requests of all ranks; arguments are those of
+    `pass_kernels_seconds`."""
     mine = of.per_rank(requests)
     return max(pass_kernels_seconds(of, traffic.prefix, mine * traffic.question, mine, expanded), traffic.host_s)
 
 
 def pass_kernels_seconds(of: Deployment, prefix: int, tokens: int, requests: int, expanded: int = 0) -> float:
-    """The kernels of a prefill pass, as many tokens and requests on each rank.
+    """Return the seconds of the kernels of a prefill pass with so many tokens and requests on each rank.
 
     They attend with each head's keys and values, which are computed in the pass where they are not kept expanded: for
     each request, or once for all of a rank where the pass may expand for itself and that saves enough.
@@ -135,7 +136,8 @@ def pass_kernels_seconds(of: Deployment, prefix: int, tokens: int, requests: int
 
 
 def mixed_seconds(of: Deployment, traffic: Traffic, requests: int, chunks: int | None) -> float:
-    """The new tokens of so many requests of all ranks, in decode graphs without running requests."""
+    """Return the seconds of the new tokens of so many requests of all ranks, in decode graphs without running
+    requests."""
     mine = of.per_rank(requests)
     seconds, left = 0.0, mine * traffic.question
     while left > 0:
@@ -149,8 +151,7 @@ def mixed_seconds(of: Deployment, traffic: Traffic, requests: int, chunks: int |
 def compared(
     of: Deployment, traffic: Traffic, chunks: int | None = None, mixed_tokens: int | None = None
 ) -> tuple[int, dict[str, Served]]:
-    """Plain absorb in turns (`absorb`), as a server plans in turns (`chosen`), and with mixed steps
-    (`mixed`).
+    """Compare plain absorb in turns (`absorb`), the server's plan in turns (`chosen`), and mixed steps (`mixed`).
 
     Args:
         chunks: see `Deployment.cover`.
@@ -208,7 +209,7 @@ def serve(
     ahead: bool = False,
     drafts: bool = False,
 ) -> Served:
-    """Go through the steps.
+    """Simulate the steps of a server.
 
     Args:
         step: seconds of one, of running requests and new tokens, of all ranks.
@@ -275,15 +276,16 @@ def serve(
 
 @dataclass(eq=False)
 class _Rank:
-    """What one has to do.
+    """Simulated requests of one rank.
 
     Attributes:
-        ends: in which of its decode steps, how many.
-        told: when running requests had their last token, how many; waiting: when each came, and what is left of its
-            question.
-        sent: when each request comes that is on its way; begun: when those came whose first token is this step's.
+        ends: number of requests that end, by decode step of the rank.
+        told: number of running requests, by the time of their last token; waiting: of each request that waits, when it
+            came and how many tokens are left of its question.
+        sent: when each request arrives that is on its way; begun: when the requests came whose first token is this
+            step's.
         steps: decode steps that it has run.
-        coming: new tokens of a step, in the mean of the last ones.
+        coming: new tokens of a step, the mean of the last ones.
     """
 
     running: int
@@ -304,7 +306,7 @@ class _Rank:
         return sum(left for _, left in self.waiting)
 
     def hear(self, now: float, question: int) -> None:
-        """Who was sent has come."""
+        """Add requests that have arrived to those that wait."""
         while self.sent and self.sent[0] <= now:
             self.waiting.append((self.sent.popleft(), question))
 
@@ -329,7 +331,7 @@ def _admit(waiting: deque[tuple[float, int]], room: float) -> tuple[list[float],
 
 
 def percentile(counted: Counter[float], share: float) -> float:
-    """The smallest value that so large a share of all is not above; 0 of nothing."""
+    """Return the smallest value that at least so large a share of all values does not exceed; 0 of nothing."""
     below, whole = 0, counted.total()
     for value, count in sorted(counted.items()):
         below += count

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 STATE_BYTES, WINDOW_BYTES = 4, 2
-"""Of an element of a state (`--mamba-ssm-dtype`), and of the convolution's window, by SGLang's defaults."""
+"""Bytes of an element of a state (`--mamba-ssm-dtype`), and of the convolution's window, by SGLang's defaults."""
 STATE_SHARE = 0.9 / 1.9
-"""Of the static memory that weights leave, for states: `--mamba-full-memory-ratio 0.9`, the default."""
+"""Share of the static memory left by the weights that is for states: `--mamba-full-memory-ratio 0.9`, the default."""
 STATES_OF_A_REQUEST = 5
-"""That SGLang 0.5.23 keeps for a running request beside a radix tree (`--mamba-radix-cache-strategy extra_buffer`, the
-default); 4 with `extra_buffer_lazy`. With these 4 SGLang's cookbook has 98 requests of Kimi-K3 on 16 H200s at
-`--mem-fraction-static 0.90`, where this counts 115."""
+"""States that SGLang 0.5.23 keeps for a running request beside a radix tree (`--mamba-radix-cache-strategy
+extra_buffer`, the default); 4 with `extra_buffer_lazy`. With these 4 SGLang's cookbook has 98 requests of Kimi-K3 on 16
+H200s at `--mem-fraction-static 0.90`, where this counts 115."""
 
 
 def is_linear(config: Mapping[str, Any]) -> bool:
@@ -34,7 +34,8 @@ def layers(config: Mapping[str, Any], kind: str = "kda_layers") -> int:
 
 
 def matrices(config: Mapping[str, Any]) -> list[tuple[str, int, bool]]:
-    """The products of such a layer: name, elements of the weights, and whether ranks divide them by heads."""
+    """Return the products of a layer with linear attention: name, elements of the weights, and whether ranks divide
+    them by heads."""
     linear, hidden = config["linear_attn_config"], int(config["hidden_size"])
     dim, heads = int(linear["head_dim"]), int(linear["num_heads"])
     width = heads * dim

@@ -18,36 +18,40 @@ GRAPH_STEP = 64
 ROWS_STEP = 32
 """The bound is a multiple of it."""
 LEAST_NEW, MOST_NEW = 256, 1024
-"""New tokens of a step that a server allows where the user names no number. With few running requests the former make
-a step more than twice as long, but a pass of their own would be longer still: first tokens come sooner so."""
+"""New tokens of a step that a server allows where the user names no number, the least and the most. With few running
+requests the least make a step more than twice as long, but a pass of their own would be longer still: first tokens come
+sooner so."""
 MOST_NEW_ALONE = 512
-"""The same with DP attention, where such a step has no running requests with SGLang 0.5.17 or without prefill graphs.
-Where it has, they would wait for a step of so many new tokens in any case, and then for their own."""
+"""New tokens of a step that a server with DP attention allows. Such a step has no running requests with SGLang 0.5.17
+or without prefill graphs. Where it has, they would wait for a step of so many new tokens in any case, and then for
+their own."""
 LEAST_OF_RANK, SPARE, SHARE_OF_WAITING = 128, 1.25, 4
-"""With DP attention a rank takes at least so many new tokens in a step, so many times as many as come to it in a step
-in the mean, and so small a part of those that wait."""
+"""Terms of the number of new tokens that a rank takes in a step with DP attention, the largest of: this minimum; this
+factor times the mean number that comes to it in a step; the number that waits, divided by this."""
 NEWEST = 0.03
 """Weight of the newest step in the mean of new tokens that come in a step."""
 MOST_STEPS, MOST_WAITING = 6, 3072
-"""Mixed steps that the tokens that wait may take, and tokens. More would come sooner in an eager pass, which takes as
-long as about so many, and serves all who wait at its end."""
+"""Mixed steps that the waiting tokens may take, and waiting tokens, at most. More would come sooner in an eager pass,
+which takes as long as about so many, and serves all who wait at its end."""
 MOST_STEPS_WITH_DRAFTS = 1
-"""The same where steps verify drafts, on SGLang 0.5.23. A prefill pass is in a CUDA graph there, and all first tokens
-come at its end. Short answers over 7,069 tokens on an H200, fa3 3,045 tokens a second and a median of 217 ms to the
-first one: 4,106 and 201 with 1, 4,609 and 262 with 2, 4,633 and 404 with 6."""
+"""Mixed steps that the waiting tokens may take at most where steps verify drafts, on SGLang 0.5.23. A prefill pass is
+in a CUDA graph there, and all first tokens come at its end. Short answers over 7,069 tokens on an H200, fa3 3,045
+tokens a second and a median of 217 ms to the first one: 4,106 and 201 with 1, 4,609 and 262 with 2, 4,633 and 404 with
+6."""
 FEW = 128
 """New tokens of a small prefill pass, which has the weights of nearly all experts read."""
 REQUESTS, PROMPT, TAIL = 128, 7069, 512
-"""What is taken to be running where a server's bound is predicted."""
+"""Running requests, tokens of their prompt and tokens of each one's tail that are assumed where a server's bound is
+predicted."""
 SLOWER = 2.0
-"""So many times as long as without them may a step with new tokens be: it is what running requests wait for a token.
-A pass of its own for as many tokens would have them wait longer."""
+"""Factor by which new tokens may lengthen a step, which is how long running requests wait for a token. A pass of its
+own for as many tokens would have them wait longer."""
 
 
 def mixed_step(
     of: Deployment, running: int, prefix: int, tail: int, arriving: Arriving, chunks: int | None = None
 ) -> Step:
-    """A step of running requests and new tokens, which share a prefix.
+    """Predict a step of running requests and new tokens, which share a prefix.
 
     The plan is that of so many requests, newcomers included: it does not count their rows. All rows pass the head,
     though logits are wanted of each newcomer's last alone.

@@ -33,7 +33,7 @@ OTHER_CARDS = frozenset({"nvl", "pcie"})
 """Words that tell a card with other memory and rates from the one that is known under the same name."""
 
 SIZE_APART = 0.08
-"""Of a card's memory: what a name may be away from it, in GB or GiB."""
+"""Share of a card's memory by which the size in a name may differ from it, in GB or GiB."""
 
 
 @dataclass(frozen=True)

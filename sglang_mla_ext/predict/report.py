@@ -28,12 +28,12 @@ GIB = 1 << 30
 
 
 class CannotPlanError(ValueError):
-    """What was asked for cannot be predicted; the message says why."""
+    """Failure to predict what was asked for; the message explains why."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to predict.
+    """Cases to predict: prompts and requests, on a model and a GPU, and settings of their server.
 
     Attributes:
         model, gpu: as the user named them; prompts, requests: every prompt with every number of requests, which are
@@ -75,7 +75,7 @@ class Asked:
         return memory(of, *self._divided_by(of))
 
     def with_transient_expansion(self, of: Deployment) -> Deployment:
-        """The deployment with what its prefill passes expand for themselves."""
+        """Return the deployment with the tokens that its prefill passes expand for themselves."""
         if self.prefill_expand_tokens is not None:
             return dataclasses.replace(
                 of, prefill_expand_tokens=self.prefill_expand_tokens // CHUNK_TOKENS * CHUNK_TOKENS
@@ -84,7 +84,7 @@ class Asked:
         return dataclasses.replace(of, prefill_expand_tokens=tokens)
 
     def fraction_of(self, of: Deployment) -> float:
-        """`--mem-fraction-static`."""
+        """Return the deployment's `--mem-fraction-static`."""
         return default_fraction(of) if self.fraction is None else self.fraction
 
     def hosts(self, of: Deployment) -> tuple[float, ...]:
@@ -93,7 +93,7 @@ class Asked:
         return (0.0, host_seconds(of)) if self.pass_ms is None else (self.pass_ms * 1e-3,)
 
     def may_run(self, requests: int) -> int:
-        """Requests, out of these, that the server with the extension runs at a time."""
+        """Return how many of these requests the server with the extension runs at a time."""
         return requests if self.most_running is None else min(requests, self.most_running)
 
     def _divided_by(self, of: Deployment) -> tuple[float, float | None]:
@@ -101,7 +101,7 @@ class Asked:
 
 
 def report(of: Deployment, asked: Asked) -> dict[str, Any]:
-    """Everything, as JSON has it: times in ms, memory in GiB.
+    """Return all predictions, as JSON has them: times in ms, memory in GiB.
 
     Raises:
         CannotPlanError: the measured step is shorter than its attention, or is not that of one case; arrivals are asked
@@ -143,8 +143,8 @@ def chunks_for(prompt: int, divided: Memory | None) -> int:
 
 
 def thresholds(of: Deployment, prompts: Sequence[int], divided: Memory | None = None) -> dict[str, Any]:
-    """From how many requests of a rank on sharing pays: TyphoonMLA's equation 1 from the data sheet and from measured
-    rates, and by prompt what a server does, with its memory and with memory for the whole prompt."""
+    """Return the numbers of requests of a rank from which sharing pays: TyphoonMLA's equation 1 from the data sheet and
+    from measured rates, and by prompt what a server does, with its memory and with memory for the whole prompt."""
 
     def pays(prompt: int, chunks: int) -> int | None:
         return sharing.pays_from(of.cost, prompt, chunks)
@@ -168,7 +168,7 @@ def from_data_sheet(of: Deployment) -> float | None:
 
 
 def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, requests: int) -> dict[str, Any]:
-    """One prompt and number of requests."""
+    """Predict one prompt and number of requests."""
     mine, chunks = of.per_rank(requests), chunks_for(prompt, divided)
     planned, everyone = of.plan(mine, prompt, chunks), mine * of.cost.ranks
     layer_ms = {mode.value: of.cost.seconds(mode, everyone, prompt) * 1e3 for mode in allowed_modes(of)}
@@ -203,8 +203,8 @@ def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, req
 
 
 def _bursts(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> list[dict[str, Any]]:
-    """So many requests that come at once: until the last one has its first token. One entry for each host time, what
-    gains least first."""
+    """Predict the time from the arrival of so many requests at once until the last one has its first token. One entry
+    for each host time, what gains least first."""
     kept = of.kept_for_prefill(requests, prompt, chunks)
     stock = dataclasses.replace(of, prefill_expand_tokens=0)
     found = []

@@ -25,7 +25,7 @@ from sglang_mla_ext.segment import Mode
 
 
 class Cover(NamedTuple):
-    """How a step attends to a prompt that its requests share.
+    """Tokens of a prompt that a step's requests share, by the way that it attends to them.
 
     Attributes:
         naive: first tokens, which are expanded; grouped: those behind them, by grouped absorb. The others are attended

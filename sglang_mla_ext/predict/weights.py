@@ -23,7 +23,7 @@ FP8_BYTES = 1 + 4 / 128**2  # a float32 scale for a block of 128 x 128, where no
 BF16_BYTES = 2.0
 DTYPES = {"bf16": BF16_BYTES, "fp8_e4m3": FP8_BYTES}
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
-"""What models call the experts that a row passes."""
+"""Names that models' configurations have for the number of experts that a row passes."""
 
 
 FP4_WEIGHTS = "FP4 weights are for Blackwell GPUs, and were never run with hybrid_mla: use the FP8 checkpoint"
@@ -83,7 +83,7 @@ class Product:
 
 
 def read_model(name_or_path: str) -> Mapping[str, Any]:
-    """A model's Hugging Face configuration, of its language part.
+    """Read a model's Hugging Face configuration, of its language part.
 
     Args:
         name_or_path: a shipped checkpoint's name (`deepseek-v3`), or its name on Hugging Face, with or without its
@@ -139,7 +139,7 @@ def _shipped(name: str) -> Mapping[str, Any]:
 
 
 def products(config: Mapping[str, Any], dtype: str = "auto") -> tuple[Product, ...]:
-    """All products of a forward pass.
+    """Return all products of a forward pass.
 
     Args:
         config: of a model with MLA, as `read_model` returns it.

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 
 SLACK = 0.125
-"""By how much a rank may have more requests than the mean, for the sake of a prompt. With DP attention the ranks wait
-for each other in every step."""
+"""Share by which a rank may have more requests than the mean, for the sake of a prompt. With DP attention the ranks
+wait for each other in every step."""
 
 LEAST_SLACK = 2
 """Requests that a rank may have more than the least busy one in any case."""
 
 PAGE_TOKENS = 64
-"""How finely prompts are told apart, whatever SGLang's page size is."""
+"""Tokens of a page, the unit in which prompts are compared, whatever SGLang's page size is."""
 
 MAX_PAGES = 1 << 18
 """Pages that are remembered, of all ranks together: 16.8 million tokens."""
@@ -101,7 +101,7 @@ class PromptAffinity:
         return min((rank for rank in range(self._ranks) if self.load[rank] <= most), key=merit)
 
     def _matched(self, pages: list[int]) -> list[int]:
-        """Pages at the prompt's beginning that each rank was given before; 0 where those are too few."""
+        """Return how many pages at the prompt's beginning each rank was given before; 0 where those are too few."""
         matched = [0] * self._ranks
         for index, page in enumerate(pages):
             holders = self._holders.get(page, 0)

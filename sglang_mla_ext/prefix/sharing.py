@@ -26,7 +26,7 @@ NOTHING = Planned(Plan(0), (), Branches(SharedTree((), (), (), ())))
 
 
 class Source(Nodes, Protocol):
-    """Where it is known what requests share.
+    """Source of what requests share: the radix tree of this server, or the reports of all ranks.
 
     Attributes:
         tree: the radix tree whose changes memory follows; None where there is none, or not yet.

@@ -9,7 +9,7 @@ from sglang_mla_ext.prefix.memory.pool import ExpandedPool
 from sglang_mla_ext.prefix.tree import SharedTree
 
 Covered = tuple[int, tuple[int, ...]]
-"""How many tokens of a path are expanded without a gap, from the first one on, and the chunks that hold them."""
+"""Tokens of a path that are expanded without a gap, from the first one on, and the ids of the chunks that hold them."""
 
 NOT_COVERED: Covered = 0, ()
 

@@ -4,27 +4,28 @@ one rule, for the server and for `plan`."""
 from __future__ import annotations
 
 SHARE = 0.25
-"""Of the memory for the KV cache."""
+"""Share of the memory for the KV cache that expanded prefixes and our buffers take by default."""
 
 FEWEST_TOKENS = 8192
-"""Expanded tokens that this must hold. Fewer gain little, and the cache misses them: with all heads on a rank, or where
-the weights leave little."""
+"""Expanded tokens that this share must hold. Fewer gain little, and the cache misses them: with all heads on a rank, or
+where the weights leave little."""
 
 TRANSIENT_TOKENS = 8192
-"""That a prefill pass expands at a time for itself with many heads, where it does by default."""
+"""Tokens that a prefill pass with many heads expands at a time for itself, where it does by default."""
 
 TRANSIENT_SHARE, TRANSIENT_SHARE_OF_NAMED = 1 / 20, 1 / 3
-"""The most that the memory for them may take: of that for the KV cache, or of what the user named for prefixes."""
+"""Largest shares that the memory for them may take: of that for the KV cache, or of what the user named for
+prefixes."""
 
 
 def tokens_held(available: int, buffers: int, token_bytes: int) -> int:
-    """Expanded tokens that the share holds, beside our own buffers."""
+    """Return the expanded tokens that the share holds, beside our own buffers."""
     return max(int(available * SHARE) - buffers, 0) // token_bytes
 
 
 def default_bytes(available: int, buffers: int, token_bytes: int, beside: int = 0, *, always: bool = False) -> int:
-    """A quarter of the memory for the KV cache, and what comes beside it, where the quarter holds 8,192 expanded
-    tokens, otherwise nothing.
+    """Return a quarter of the memory for the KV cache, and what comes beside it, where the quarter holds 8,192 expanded
+    tokens, otherwise 0.
 
     Args:
         available: bytes for the KV cache; buffers: of our own, out of the same; token_bytes: of a token of expanded

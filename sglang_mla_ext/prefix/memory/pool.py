@@ -25,10 +25,10 @@ from sglang_mla_ext.prefix.memory.chunks import AllocationRequest, Chunk, Nodes,
 from sglang_mla_ext.prefix.tree import Tree
 
 HYSTERESIS = 1.25
-"""So many times the worth of a chunk must another one have to take its place."""
+"""Factor by which the worth of a chunk must exceed that of another one to take its place."""
 
 GRACE = 8
-"""A chunk that two requests no longer hold keeps its worth for so many rounds: they may be between two steps."""
+"""Rounds for which a chunk that two requests no longer hold keeps its worth: they may be between two steps."""
 
 _Victim = tuple[float, int, int, int, Chunk]
 """Worth, round, minus the index, id, and the chunk: in this order they are evicted, and no two ids are equal."""
@@ -80,8 +80,8 @@ class ExpandedPool:
     # ---- the tree changes
 
     def follow(self, tree: Tree) -> int:
-        """Bring it up to date with the tree: what stood for a node that was split goes to the nodes that now end where
-        the chunks do, and what belongs to nodes that have left the tree is dropped.
+        """Update the owners after changes of the tree: chunks of a node that was split go to the nodes that now end
+        where the chunks do, and chunks of nodes that have left the tree are dropped.
 
         Returns:
             how many chunks were dropped.
@@ -130,7 +130,7 @@ class ExpandedPool:
         *,
         evict: bool = True,
     ) -> tuple[list[int], int]:
-        """One round: give chunks to the ranges that are asked for, as far as memory reaches.
+        """Run one round: give chunks to the ranges that are asked for, as far as memory reaches.
 
         Args:
             asked: the most worthwhile first; one that continues another behind that one.
@@ -168,7 +168,7 @@ class ExpandedPool:
         return reached, evicted
 
     def chunk(self, node: Hashable, index: int) -> Chunk | None:
-        """The chunk with this index that a node owns."""
+        """Return the chunk with this index that a node owns; None where there is none."""
         owned = self._owned.get(node)
         return owned.chunks.get(index) if owned is not None else None
 
@@ -181,7 +181,7 @@ class ExpandedPool:
         owned.chunks[index] = chunk
 
     def _by_worth(self, nodes: Nodes, shared: set[Hashable]) -> list[_Victim]:
-        """Every chunk, as a heap: the deepest of the least worth first."""
+        """Return every chunk, as a heap: the deepest of the least worth first."""
         heap: list[_Victim] = []
         self._some_in_grace = False
         for node, owned in self._owned.items():
@@ -196,7 +196,7 @@ class ExpandedPool:
         return heap
 
     def _evict_for(self, worth: float, victims: list[_Victim]) -> int:
-        """Free the chunk that is worth least, if `worth` is clearly more; whether it was."""
+        """Free the chunk that is worth least, if `worth` is clearly more; return how many were freed, 0 or 1."""
         if not victims or victims[0][0] * HYSTERESIS >= worth:
             self.waiting = self._some_in_grace
             return 0

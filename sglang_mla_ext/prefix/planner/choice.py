@@ -37,12 +37,12 @@ class Prices(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a step attends to together.
+    """Choice of the parts that a step attends to together, and what they save.
 
     Attributes:
         parts: parents before children.
-        gain: of all parts, without launches; priced: the same, with all prices paid.
-        rows: for which each way is launched.
+        gain: saving of all parts, launches not counted; priced: the same, with all prices paid.
+        rows: rows for which each way is launched.
     """
 
     parts: Sequence[Part]
@@ -72,15 +72,15 @@ _LAUNCHED: dict[int, dict[int, _Launched]] = {
 }
 
 _Values = list[list[float]]
-"""`[beginnings][ways launched]` seconds a layer."""
+"""Savings in seconds a layer, `[beginnings][ways launched]`."""
 
 
 class Chooser:
-    """Makes choices among the same covers, with different prices.
+    """Chooser among the same covers at different prices.
 
     Attributes:
         modes: ways that may be taken, each as a bit.
-        most_rows: for which one can be launched.
+        most_rows: the most rows for which a way can be launched.
     """
 
     def __init__(self, branches: Branches, covers: Sequence[Covers], ways: Ways, modes: int) -> None:
@@ -147,8 +147,8 @@ class Chooser:
         return self._traced(values, picked, below)
 
     def last_part(self, branch: int, start: int) -> Part | None:
-        """The part of a branch that begins with this token and that no other follows, attended to in the way that saves
-        the most; None where there is none."""
+        """Return the part of a branch that begins with this token and that no other follows, attended to in the way
+        that saves the most; None where there is none."""
         others = [
             cover.parts[0]
             for covers in self._covers[branch]
@@ -160,7 +160,7 @@ class Chooser:
     def _traced(
         self, values: Sequence[_Values], picked: Sequence[list[list[Cover]]], below: Sequence[_Values | None]
     ) -> Choice:
-        """The parts that the values were found with, from the roots down."""
+        """Return the choice that the values were found with, traced from the roots down."""
         if (roots := below[-1]) is None or roots[0][0] == _NONE:
             return NOTHING
         parts: list[Part] = []
@@ -197,5 +197,5 @@ def _sum(a: float, b: float) -> float:
 
 
 def _together(values: _Values, others: _Values) -> _Values:
-    """`_sum` of each."""
+    """Join the values of children, place by place, by `_sum`."""
     return [list(map(_sum, some, more)) for some, more in zip(values, others, strict=True)]

@@ -82,7 +82,7 @@ class CostModel:
         return self.work_seconds(mode, group_size, tokens) + self.overhead_seconds(mode, group_size)
 
     def overhead_seconds(self, mode: Mode, group_size: int) -> float:
-        """The part of `seconds` that does not depend on the tokens."""
+        """Return the part of `seconds` that does not depend on the tokens."""
         rates = self.rates.modes[mode]
         launches = rates.overhead_s + rates.overhead_per_root_row_s * math.sqrt(self.tail_rows(self.own(group_size)))
         return launches + (self.exchange_seconds(group_size) if mode is Mode.NAIVE else 0.0)
@@ -104,7 +104,7 @@ class CostModel:
         return tokens * self.local_heads * per_head
 
     def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
-        """The part of `seconds` that grows with the tokens.
+        """Return the part of `seconds` that grows with the tokens.
 
         Args:
             step_tokens: distinct tokens that all groups of a step share, which have to fit in the L2 cache together;
@@ -155,13 +155,13 @@ class CostModel:
 
 
 class _Work(NamedTuple):
-    """What a mode's work consists of.
+    """Components of the time of a mode's work.
 
     Attributes:
-        read_s: to read a token's keys and values once.
-        tile_s: of the matrix units, for a token and the rows of a tile.
-        rows: of a request; tile: so many of them are computed as one, those of several requests together.
-        segment_s: of a segment beyond that; partials_s: of the partials of a request in it.
+        read_s: seconds to read a token's keys and values once.
+        tile_s: seconds of the matrix units, for a token and the rows of a tile.
+        rows: of a request; tile: rows that are computed as one, also those of several requests.
+        segment_s: seconds of a segment beyond that; partials_s: of the partials of a request in it.
     """
 
     read_s: float

@@ -29,8 +29,8 @@ def no_launch(mode: Mode, rows: int) -> float:
 
 
 class Gains(NamedTuple):
-    """What each way to attend to a range of shared tokens saves over plain absorb, None where there is no such way; and
-    what a step pays for each way that it takes, see `launches.Launch`."""
+    """Gain of each way to attend to a range of shared tokens over plain absorb, None where there is no such way; and
+    the cost of launching each way that a step uses, see `launches.Launch`."""
 
     naive: Gain | None
     grouped: Gain | None

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModeRates:
-    """What a mode's kernel reaches on one GPU.
+    """Rates that a mode's kernel reaches on one GPU.
 
     Attributes:
         bytes_per_s: memory bandwidth when memory bounds the kernel.
@@ -52,7 +52,8 @@ class ModeRates:
 
 @dataclass(frozen=True)
 class ExchangeRates:
-    """What ranks pay to attend for each other, in a layer: queries to those that have the heads, results back.
+    """Cost of the exchange between ranks with sharded prefixes, in a layer: queries go to the ranks that have the
+    heads, results come back.
 
     Attributes:
         overhead_s: of both exchanges and of the launches around them, as far as tails do not hide it.
@@ -96,7 +97,7 @@ class GpuRates:
         source: what was measured, when and how, or what the numbers are derived from.
         naive_tiles: the naive kernel's fastest tiles by storage of the expanded prefix (`bf16`, `fp8_e4m3`), in
             ascending order of rows; each has the fields of the kernel's `Tile`. Empty where none were measured.
-        exchange: between ranks that shard prefixes, by NCCL; None where it is not known, and counted as nothing.
+        exchange: between ranks with sharded prefixes, by NCCL; None where it is not known, and counted as free.
         exchange_by_stores: the same by stores into each other's memory; None where it is not known.
         passes: of prefill; of a file without them those of FALLBACK_GPU.
     """

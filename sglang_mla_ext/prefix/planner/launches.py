@@ -26,12 +26,12 @@ PASSES, PASSES_OF_MANY = 8, 4
 """Choices that are made at most to find the best one, among a few branches and among many."""
 
 NEAR = 1e-4
-"""Of what a choice saves, the part that is not searched for."""
+"""Share of a choice's saving below which more saving is not searched for."""
 
 _MODES = {NAIVE: Mode.NAIVE, GROUPED: Mode.GROUPED_ABSORB}
 
 _Ranges = dict[int, tuple[int, int]]
-"""Of each way, the fewest and the most rows for which it is launched; ways that are not launched are left out."""
+"""Fewest and most rows for which each way is launched, by way; ways that are not launched are left out."""
 
 
 def launched_rows(parts: Iterable[Part], branches: Branches) -> dict[int, int]:
@@ -59,7 +59,7 @@ def slope_prices(rows: Mapping[int, int], launch: Launch) -> Prices:
 
 
 def best_choice(choosers: Callable[[int], Chooser], modes: int, launch: Launch) -> Choice:
-    """The choice that saves the most with its launches paid.
+    """Return the choice that saves the most with its launches paid.
 
     Args:
         choosers: make choices with these ways only; modes: ways that there are, all as bits.
@@ -87,7 +87,7 @@ def best_choice(choosers: Callable[[int], Chooser], modes: int, launch: Launch) 
 
 
 def _line(launch: Launch, mode: int, limits: tuple[int, int]) -> tuple[float, float]:
-    """Constant and slope of the straight line through a launch's costs with two numbers of rows."""
+    """Return constant and slope of the straight line through a launch's costs with two numbers of rows."""
     few, many = limits
     first = launch(_MODES[mode], few)
     slope = (launch(_MODES[mode], many) - first) / (many - few) if many > few else 0.0
@@ -97,7 +97,8 @@ def _line(launch: Launch, mode: int, limits: tuple[int, int]) -> tuple[float, fl
 def _halves(
     ranges: _Ranges, rows: Mapping[int, int], lines: Mapping[int, tuple[float, float]], launch: Launch
 ) -> list[_Ranges]:
-    """Two parts of the ranges: cut where the line is the farthest from what launches for so many rows cost."""
+    """Cut the ranges in two, where the line is the farthest from the cost of launches for so many rows; return none if
+    no range can be cut."""
     widest, cut, mode_of_cut = -math.inf, 0, 0
     for mode, (few, many) in ranges.items():
         if many - few < 2:

@@ -30,7 +30,7 @@ from sglang_mla_ext.segment import Mode, Segment
 
 @dataclass(frozen=True)
 class Plan:
-    """What one step does. Requests that are in no segment attend to all their keys by plain absorb.
+    """Plan of one step. Requests that are in no segment attend to all their keys by plain absorb.
 
     Attributes:
         requests: of the batch.

@@ -23,15 +23,15 @@ ROUNDS = 5
 """Prices that are tried at most, for a few branches; many are limited at once."""
 
 TRIES = 16
-"""For each part, how often it is tried to join two, on average."""
+"""Attempts to join two parts, on average for each part."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the static buffers of a step hold.
+    """Capacity of the static buffers of a step.
 
     Attributes:
-        segments: how many.
+        segments: number of segments.
         rows: of all segments together, where a row counts once for each segment that it is in.
     """
 
@@ -52,7 +52,7 @@ def rows_of(parts: Sequence[Part], branches: Branches) -> int:
 def best_with_room(
     choosers: Callable[[int], Chooser], modes: int, unlimited: Choice, launch: Launch, capacity: Capacity
 ) -> list[Part]:
-    """The parts that save the most of those that fit.
+    """Return the parts that save the most of those that fit.
 
     Args:
         choosers, modes: see `best_choice`; unlimited: what it found, which does not fit.
@@ -71,7 +71,7 @@ def best_with_room(
 def _priced(
     chooser: Chooser, unlimited: Choice, prices: Prices, launch: Launch, capacity: Capacity
 ) -> tuple[list[Part], float]:
-    """The parts that save the most of those that fit, and what they save with launches paid.
+    """Return the parts that save the most of those that fit, and what they save with launches paid.
 
     Args:
         unlimited: what saves the most if there is room for everything.
@@ -110,15 +110,15 @@ def _priced(
 
 
 def _weights(parts: Sequence[Part], branches: Branches, capacity: Capacity) -> tuple[float, float]:
-    """The share of the room that a part and a row of one take, of what there is too little of."""
+    """Return the shares of the room that a part and a row of one take; 0 for what there is enough of."""
     segments = 1 / max(capacity.segments, 1) if len(parts) > capacity.segments else 0.0
     rows = 1 / max(capacity.rows, 1) if rows_of(parts, branches) > capacity.rows else 0.0
     return segments, rows
 
 
 def limit_parts(parts: Sequence[Part], capacity: Capacity, chooser: Chooser) -> tuple[list[Part], int]:
-    """Make parts fit, each time by what costs least for the room that it frees: a part is dropped that no other
-    follows, or joined to all that follow it. What was dropped and fits in the end is taken back.
+    """Make parts fit, each time by what costs least for the room that it frees: a part that no other follows is
+    dropped, or a part is joined to all that follow it. What was dropped and fits in the end is taken back.
 
     Returns:
         the parts that are left, in their order, and how many fewer these are.
@@ -222,7 +222,7 @@ class _Fitting:
                 self._price(other)
 
     def rest(self) -> list[Part]:
-        """The parts that are left, and those that were dropped and for which there is room all the same."""
+        """Return the parts that are left, and those that were dropped and for which there is room all the same."""
         for index in reversed(self._dropped):
             above, rows = self._above[index], self._rows + self._rows_of[index]
             fits = self._count < self._capacity.segments and rows <= self._capacity.rows
@@ -247,7 +247,8 @@ class _Fitting:
             self._lost[above] += part.gain - longer.gain
 
     def _joined(self, above: Part, part: Part, rows: int) -> Part | None:
-        """A part with the tokens of one that another follows and of that one, None where there is no way to it."""
+        """Return one part with the tokens of two, of which the second follows the first; None where there is no way to
+        attend to it, or too many joins have been tried."""
         if not self._tries:
             return None
         self._tries -= 1
@@ -287,7 +288,7 @@ class _Fitting:
         return loss
 
     def _last(self, index: int) -> Part:
-        """A part, if no other follows it."""
+        """Return a part in the form that saves the most if no other follows it."""
         part = self._parts[index]
         last = self._chooser.last_part(part.branch, part.start)
         return last if last is not None and last.gain > part.gain else part

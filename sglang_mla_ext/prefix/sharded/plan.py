@@ -18,11 +18,11 @@ ChunkNames = tuple[Hashable, ...]
 
 @dataclass(frozen=True, eq=False)
 class ShardedPlan:
-    """What a step shares.
+    """Plan of what a step shares, over the requests of all ranks.
 
     Attributes:
         mine: of this rank's requests.
-        own: `[mine.segments]` which of `segments` each is a part of.
+        own: `[mine.segments]` index in `segments` of the one that each is a part of.
         each: rows that every rank has, some of them padding.
         segments: of all ranks; row `i` of rank `r` is `r * each + i`.
         names: `[segments]` of the chunks of each.

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from sglang_mla_ext.prefix.sharded.names import NAME_BYTES, Name, Names
 
 MOST_NAMES = 4096
-"""Of a report. Prompts that do not fit are told as far as they do."""
+"""Most names in a report. Prompts that do not fit are reported as far as they do."""
 
 _NAME_WORDS = NAME_BYTES // 8
 
@@ -63,7 +63,7 @@ class Report:
         return cls(tuple(names), tuple(parents), tuple(deepest), tuple(rows), tuple(sorted(held)))
 
     def words(self) -> array[int]:
-        """The report as 64-bit integers."""
+        """Return the report as 64-bit integers."""
         words = array("q", (len(self.names), len(self.deepest), len(self.held)))
         words.extend((*self.parents, *self.deepest, *self.rows))
         words.frombytes(b"".join((*self.names, *self.held)))
@@ -71,13 +71,13 @@ class Report:
 
     @cached_property
     def said(self) -> tuple[array[int], int]:
-        """Its words and their fingerprint."""
+        """Words of the report, and their fingerprint."""
         words = self.words()
         return words, fingerprint(words)
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Report:
-        """The report that begins with these, whatever is behind it."""
+        """Return the report that these words begin with, whatever is behind it."""
         names, requests, held = words[:3]
         parents, at = tuple(words[3 : 3 + names]), 3 + names
         deepest, at = tuple(words[at : at + requests]), at + requests
