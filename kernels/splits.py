@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 ITEM_OVERHEAD_KEYS = 128
-"""What starting and finishing an item costs (read q, write the partial), in keys of a full tile."""
+"""Cost of starting and finishing an item (read q, write the partial), in keys of a full tile."""
 
 PARTIALS_PER_KEY = 90
 """Partials (one row and head, written and read again by the merge) that take as long as one key of a full tile."""

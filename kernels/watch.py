@@ -18,7 +18,7 @@ from torch import Tensor
 from .memory import Memory, tensor_bytes
 
 NOBODY = 0
-"""In place of a layer's number, which count from 1 here: memory of zeros watches nothing."""
+"""Number of the watched layer where none is. Layers are numbered from 1 on here: memory of zeros watches nothing."""
 
 
 class Watch:
@@ -97,7 +97,8 @@ def copy_watched(
     ROPE: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """At the end of a merge's program. A row of a merge may have the heads of several query tokens."""
+    """Copy query and result of watched rows, at the end of a merge's program. A row of a merge may have the heads of
+    several query tokens."""
     if watched:
         token, head = place // out_heads, place % out_heads
         to_row = token - tl.load(target_ptr + 1)
@@ -137,10 +138,10 @@ WATCH_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Watched:
-    """What a merge needs for it.
+    """Layer that a merge computes, with its queries, to be copied if the layer is watched.
 
     Attributes:
-        layer: its layer.
+        layer: id of the layer, from 0 on.
         q_absorbed: `[T, H, r]`, q_rope: `[T, H, dr]` of all its rows; last axis contiguous.
         merged_heads: of a query token in the merge, where they are more than H; the first H are those of the query.
     """
@@ -152,7 +153,7 @@ class Watched:
     merged_heads: int | None = None
 
     def copy(self, out: Tensor) -> None:
-        """In torch: copy queries and `out [T, H, dv]`, if this layer is watched. Reads the target on the host."""
+        """Copy queries and `out [T, H, dv]` in torch, if this layer is watched. Reads the target on the host."""
         number, first = self.watch.target.tolist()
         if number != self.layer + 1:
             return

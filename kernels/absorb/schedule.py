@@ -66,7 +66,7 @@ BLOCK_KEYS = 64
 """Keys that a kernel takes at once: one page."""
 
 ITEM_BLOCKS = 4
-"""What starting and finishing an item costs, about, in blocks (5 to 9 us on an H200, against 1.5 us for a block)."""
+"""Approximate cost of starting and finishing an item, in blocks (5 to 9 us on an H200, against 1.5 us for a block)."""
 
 
 @dataclass(frozen=True)
@@ -132,16 +132,16 @@ class AbsorbCapacity:
 
     @property
     def max_segment_partials(self) -> int:
-        """By default every row of a segment has one, and splitting needs no more than those that give each program a
-        tile of its own."""
+        """Most partial rows of segments. By default every row of a segment has one, and splitting needs no more than
+        those that give each program a tile of its own."""
         if self.segment_partials is not None:
             return self.segment_partials
         return self.max_segment_rows + -(-self.programs * self.tile_rows // self.heads)
 
     @property
     def max_tail_partials(self) -> int:
-        """One for every row, and then the pieces of tails that are cut. Those have at most two tiles for each program:
-        it takes one range of the line of tails, and a range has two ends."""
+        """Most partial rows of tails: one for every row, and then the pieces of tails that are cut. Those have at most
+        two tiles for each program: it takes one range of the line of tails, and a range has two ends."""
         return self.max_rows + -(-2 * self.programs // self.row_tiles)
 
     @property
@@ -171,13 +171,13 @@ class AbsorbCapacity:
         return self.segment_strips + self.max_segment_rows * self.row_strips
 
     def uncut_rows(self, partial_out: Tensor, rows: int) -> Tensor:
-        """`[rows, heads, ..]`: where the partials of tails that are not cut are, among `[max_partial_rows, heads, ..]`.
+        """Return `[rows, heads, ..]`: the partials of tails that are not cut, among `[max_partial_rows, heads, ..]`.
         This can be the output of a merge (`out_in_partials`), which then leaves them alone."""
         return partial_out[self.max_segment_partials :][:rows]
 
 
 def empty_work(capacity: AbsorbCapacity) -> np.ndarray:
-    """`[size]` int32: a work list without items."""
+    """Return a work list without items, `[size]` int32."""
     work = np.zeros(capacity.size, np.int32)
     work[capacity.tail_strips : capacity.segment_strips] = (
         np.arange(capacity.max_rows * capacity.row_strips) * capacity.strip_rows
@@ -186,8 +186,9 @@ def empty_work(capacity: AbsorbCapacity) -> np.ndarray:
 
 
 def empty_tail_table(capacity: AbsorbCapacity) -> PartialTable:
-    """No row has a tail. The partials of a tail lie side by side, so what the device writes before every step is
-    where each row's begin and how many there are; the list itself is that of all partials of tails, and stays."""
+    """Return a table in which no row has a tail. The partials of a tail lie side by side, so what the device writes
+    before every step is where each row's begin and how many there are; the list itself is that of all partials of
+    tails, and stays."""
     table = PartialTable.empty(capacity.max_rows, capacity.max_tail_partials)
     table.partials[:] = capacity.max_segment_partials + np.arange(capacity.max_tail_partials)
     return table
@@ -195,13 +196,13 @@ def empty_tail_table(capacity: AbsorbCapacity) -> PartialTable:
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """What the host writes for a plan's segments.
+    """Data that the host writes for a plan's segments.
 
     Attributes:
         head: int32, for the front of the work list: the header and the segments' items.
-        first_item: where the items begin in it.
+        first_item: position in it at which the items begin.
         strips: int32, for `segment_strips`.
-        table: which partial rows each row of the batch has of segments.
+        table: partial rows of segments that each row of the batch has.
     """
 
     head: np.ndarray
@@ -211,7 +212,7 @@ class SegmentWork:
 
     @property
     def items(self) -> np.ndarray:
-        """`[n_items, ITEM_FIELDS]`"""
+        """Items of the segments, `[n_items, ITEM_FIELDS]`."""
         return self.head[self.first_item :].reshape(-1, int(ITEM_FIELDS))
 
 

@@ -62,7 +62,8 @@ from .sm90_parts.fp8_tiles import (
 from .sm90_parts.work_items import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, count_items, item_at, unseen_keys
 
 ROWS = (8, 16)
-"""Of an item, that the kernel is compiled for. With 32, that for 64 rows is faster, with half of a tile empty."""
+"""Query rows of an item that the kernel is compiled for. With 32, the kernel for 64 rows is faster, with half of a tile
+empty."""
 
 SLOTS = gl.constexpr(4)  # blocks in the ring
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -90,7 +91,7 @@ class Query:
 
 @aggregate
 class Side:
-    """What each of the two `attend` roles has in shared memory for itself."""
+    """Shared memory that each of the two `attend` roles has for itself."""
 
     q_content: gl.shared_memory_descriptor  # e4m3 [N, LATENT], the rounded query
     q_rope: gl.shared_memory_descriptor  # BF16 [N, ROPE]
@@ -159,7 +160,8 @@ def attend(
     ring, query, side, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr,
     HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """All items: columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64; the lse2 if SIDE is 0."""
+    """Attend in all items: columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64; the lse2 if SIDE
+    is 0."""
     N: gl.constexpr = query.content.shape[0]
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])  # scores^T and out^T
     ROPE_RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])

@@ -43,8 +43,8 @@ class WorkListCapacity:
     def compute(
         cls, *, max_rows: int, heads: int, chunks: int, block_rows: int, target_items: int, segments_per_row: int = 1
     ) -> WorkListCapacity:
-        """Sizes that no plan can exceed whose rows are in `segments_per_row` segments on average, over distinct chunks
-        of a pool of `chunks`.
+        """Return sizes that no plan can exceed whose rows are in `segments_per_row` segments on average, over distinct
+        chunks of a pool of `chunks`.
 
         Partial rows are what costs memory (`heads · v_head_dim` floats each): a row has one for each of its segments,
         and splitting needs no more than those that give each of the `target_items` programs a row tile of its own.
@@ -158,13 +158,13 @@ def build_work_list(
 
 @dataclass(frozen=True)
 class _Division:
-    """What of a work list depends on the segments' sizes and lengths alone.
+    """Parts of a work list that depend on the segments' sizes and lengths alone.
 
     Attributes:
         items: `[n_items, 8]` int32, in their order.
-        entries: `[partials]`, which entry of group_rows each partial is of.
+        entries: `[partials]`, entry of group_rows that each partial is of.
         table_start, table_size: `[segments]`, of each segment's part of the chunk table.
-        used: as of the WorkList.
+        used: see WorkList.
     """
 
     items: np.ndarray

@@ -11,8 +11,8 @@ BUSY_ROWS = 128
 """Rows that keep a multiprocessor busy: while half of them are in their softmax, the other half multiplies."""
 
 OTHERS_COST = 1.03
-"""What whole tiles of another kind take longer than those of `BUSY_ROWS` in one program, at most. On an H200, 128
-heads: two narrow FP8 programs side by side 0 to 2 %, 192 rows in BF16, with smaller key tiles, 2 %."""
+"""Factor by which whole tiles of another kind take longer, at most, than those of `BUSY_ROWS` in one program. On an
+H200, 128 heads: two narrow FP8 programs side by side 0 to 2 %, 192 rows in BF16, with smaller key tiles, 2 %."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Tile:
 
     @property
     def rows_in_flight(self) -> int:
-        """On a multiprocessor."""
+        """Rows that are computed at once on a multiprocessor."""
         return self.block_rows * self.ctas_per_sm
 
 
 LARGEST_TILE = Tile(block_rows=192)
-"""None that a kernel has by default has more rows in flight."""
+"""Tile with the most rows in flight: no default tile of a kernel has more."""
 
 
 def launched_tiles(rows: int, tiles: Sequence[Tile]) -> tuple[Tile, ...]:

@@ -145,7 +145,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a result is from its reference; see `errors`."""
+    """Measures of a result's error against its reference; see `errors`."""
 
     rel_l2: float
     max_rel: float

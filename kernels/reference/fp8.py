@@ -31,7 +31,7 @@ A block with a smaller scale contributes less than float32 resolves. If it used 
 kept in units of the latest scale, would overflow; the paper does not say how it limits the ratio of its scales."""
 
 Configuration = Literal["per_token", "snapmla", "rope_too", "fixed", "per_tensor", "per_block"]
-"""How the cache is rounded: the way of latent_rows, and those of SnapMLA, table 2, its own and A to D.
+"""Ways to round the cache: that of latent_rows, and those of SnapMLA, table 2, its own and A to D.
 
 per_token: one scale per token, from its content, a power of two; rotary part in BF16. snapmla: the same with its scale
 as it is. rope_too (A): one scale per token, from content and rotary part, both in e4m3. fixed (B): scale 1. per_tensor
@@ -139,15 +139,15 @@ def absorb_fp8(
 
 
 Rescale = Literal["multiply", "add", "add_uncompensated", "lattice"]
-"""How an accumulator follows a growing maximum m of its row.
+"""Ways in which an accumulator follows a growing maximum m of its row.
 
-multiply: by exp(m_old - m_new), as everywhere. add: AMLA, by an integer added to the bits of its floats. With
-exp(-m) = 2^k · f, k an integer and f in [1/sqrt(2), sqrt(2)], the accumulator is kept divided by f, and then only 2^k
-changes; the weights are divided by f before they are rounded. The factor 1/f is itself rounded to the weights' dtype,
-and what that rounding changes from one block to the next is added, too (appendix A). add_uncompensated: without the
-last sentence. lattice: m is rounded up to a multiple of ln 2, so that f is 1: the integer is exact and mostly 0, and
-nothing needs compensation. The largest weight of a row is then no longer 1, which every dtype has, so the sum is of the
-rounded weights: what rounding does to one that dominates its row cancels.
+multiply: by exp(m_old - m_new), as everywhere. add: AMLA, by an integer added to the bits of its floats. With exp(-m) =
+2^k · f, k an integer and f in [1/sqrt(2), sqrt(2)], the accumulator is kept divided by f, and then only 2^k changes;
+the weights are divided by f before they are rounded. The factor 1/f is itself rounded to the weights' dtype, and what
+that rounding changes from one block to the next is added, too (appendix A). add_uncompensated: the same without
+rounding 1/f and without this addition. lattice: m is rounded up to a multiple of ln 2, so that f is 1: the integer is
+exact and mostly 0, and nothing needs compensation. The largest weight of a row is then no longer 1, which every dtype
+has, so the sum is of the rounded weights: what rounding does to one that dominates its row cancels.
 """
 
 
@@ -161,7 +161,7 @@ def flash(
     dtype: torch.dtype = torch.bfloat16,
     block_keys: int = 512,
 ) -> Tensor:
-    """Attention with weights rounded to `dtype` before they meet the values, sums in float32.
+    """Compute attention with weights rounded to `dtype` before they meet the values, sums in float32.
 
     Args:
         q: `[H, d]`; k: `[n, d]`; v: `[n, dv]`; taken as they are.

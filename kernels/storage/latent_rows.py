@@ -50,7 +50,7 @@ SCALE_BYTES = 16
 
 @dataclass(frozen=True)
 class LatentRowLayout:
-    """Where the parts of a row are, and views of them in a pool of rows.
+    """Layout of a latent row: offsets of its parts, and views of them in a pool of rows.
 
     Raises:
         ValueError: a part would not start at a multiple of 16 bytes.
@@ -92,15 +92,15 @@ class LatentRowLayout:
             )
 
     def content(self, pool: Tensor) -> Tensor:
-        """e4m3 `[.., r]`, a view of a pool uint8 `[.., row_bytes]`."""
+        """Content, e4m3 `[.., r]`, a view of a pool uint8 `[.., row_bytes]`."""
         return pool[..., : self.kv_lora_rank].view(FP8)
 
     def scale(self, pool: Tensor) -> Tensor:
-        """float32 `[..]`, a view."""
+        """Scale, float32 `[..]`, a view."""
         return pool[..., self.scale_offset : self.scale_offset + 4].view(torch.float32)[..., 0]
 
     def rope(self, pool: Tensor) -> Tensor:
-        """BF16 `[.., dr]`, a view: the rotary part divided by the scale."""
+        """Rotary part divided by the scale, BF16 `[.., dr]`, a view."""
         return pool[..., self.rope_offset :].view(torch.bfloat16)
 
 

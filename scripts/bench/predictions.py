@@ -36,11 +36,13 @@ BF16, FP8_PREFIX, FP8 = "BF16", "BF16, prefix FP8", "FP8"  # what `storage` retu
 ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
 """Bytes of an element of the cache and of an expanded prefix."""
 LARGER_STEPS_SINCE, SMALLER_STEPS = "2026-11-28T07:30", (1.5, 512)
-"""Before, a mixed step took at most so many times as long as without new tokens, and had at most so many."""
+"""Date from which servers allow larger mixed steps, and the limits before: a mixed step took at most so many times as
+long as without new tokens, and had at most so many."""
 FEWER_LAUNCHES_SINCE, EARLIER_STORES = "2026-11-28T19:30", ExchangeRates(1.74e-05, 1.4e11)
-"""Before, an exchange by stores was nine launches a layer (exchange.jsonl, two H100s)."""
+"""Date from which an exchange by stores has fewer launches, and its rates before, with nine launches a layer
+(exchange.jsonl, two H100s)."""
 SHARDS_SINCE = "2026-11-28T21"
-"""Servers with DP attention shard prefixes by default."""
+"""Date from which servers with DP attention shard prefixes by default."""
 PREFILL_IN_GRAPHS = ("0.5.23",)
 """Releases of SGLang whose host does not launch a prefill pass kernel by kernel."""
 DRAFT_TOKENS = 4

@@ -24,7 +24,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 _SLICES = (*_HEADS, "intermediate_size", "moe_intermediate_size", "vocab_size")
 _EXPERTS = ("n_routed_experts", "vocab_size")
 DIVIDED = {"tp4": _SLICES, "tp8": _SLICES, "tp16": _SLICES, "dp4": _EXPERTS, "dp8": _EXPERTS}
-"""How ranks divide a model, and the fields that they divide among them. With tensor parallelism a rank has a slice of
+"""Fields of a model that ranks divide among them, by the way of division. With tensor parallelism a rank has a slice of
 every matrix. With DP attention it has all heads, whole experts, the whole dense MLPs of the first layers
 (`--moe-dense-tp-size 1`), and a slice of the LM head."""
 OF_K3 = ("tp8", "tp16")

@@ -31,7 +31,7 @@ REGISTER_PARTS = gl.constexpr(3)  # quarters of the query in registers
 # No `from __future__ import annotations` here: an aggregate needs its annotations as types.
 @aggregate
 class Shared:
-    """What the roles of a program have in shared memory: data and barriers."""
+    """Shared memory of a program's roles: data and barriers."""
 
     ring: gl.shared_memory_descriptor  # BF16 [SLOTS, BLOCK, PART]: quarters of blocks and of queries
     rope_s: gl.shared_memory_descriptor  # BF16 [ROPE_STAGES, BLOCK, ROPE]

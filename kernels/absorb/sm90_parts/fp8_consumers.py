@@ -47,7 +47,7 @@ KEYS_OF_DIMS = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0
 # No `from __future__ import annotations` here: an aggregate needs its annotations as types.
 @aggregate
 class Shared:
-    """What the computing roles have in shared memory beside the ring: data and barriers."""
+    """Shared memory of the computing roles beside the ring: data and barriers."""
 
     q_content_s: gl.shared_memory_descriptor  # e4m3 [PANELS, ROWS, PANEL], the rounded query
     q_rope_s: gl.shared_memory_descriptor  # BF16 [ROWS, ROPE]

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 ROWS = gl.constexpr(64)
-"""Of a consumer."""
+"""Query rows of a consumer."""
 
 
 # No `from __future__ import annotations` here: an aggregate needs its annotations as types.
