@@ -43,10 +43,10 @@ class Running(Protocol):
 
 
 class OurPartFailedError(RuntimeError):
-    """What is ours in a layer has failed; its cause says how.
+    """Failure of our part of a layer; its cause is the original error.
 
     Attributes:
-        what: has failed.
+        what: the part that has failed.
     """
 
     def __init__(self, what: Fallback, cause: BaseException) -> None:
@@ -55,8 +55,8 @@ class OurPartFailedError(RuntimeError):
 
 
 class our_part:
-    """A context, entered often, in every layer: an error inside of it becomes an OurPartFailedError. Nothing that is
-    SGLang's is called in it."""
+    """Context, entered often, in every layer, that turns an error inside of it into an OurPartFailedError. Nothing that
+    is SGLang's is called in it."""
 
     def __init__(self, what: Fallback) -> None:
         self._what = what
@@ -101,7 +101,7 @@ def guarded(what: Fallback, *, only_shows: bool = False, loses_memory: bool = Fa
 def around_pass(
     session: Running, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """`EagerRunner.execute` or `PrefillCudaGraphRunner.execute`, and once more where our part fails."""
+    """Run `EagerRunner.execute` or `PrefillCudaGraphRunner.execute`, and once more where our part fails."""
     try:
         return original(runner, forward_batch, *args, **kwargs)
     except OurPartFailedError as failure:

@@ -66,7 +66,7 @@ def _before_from_cli_args(cls: type[ServerArgs], args: argparse.Namespace) -> No
 
 
 class _Refusals:
-    """Of a launch from the command line: if nobody catches a refusal, its message is printed alone."""
+    """Exception hook of a launch from the command line: if nobody catches a refusal, its message is printed alone."""
 
     def __init__(self, otherwise: Callable[..., None]) -> None:
         self._otherwise = otherwise

@@ -40,8 +40,8 @@ GIB = 1 << 30
 
 
 def with_default(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> HybridMLAOptions:
-    """The options with a size for expanded prefixes, where the user named none and something may be expanded, and with
-    tokens that prefill expands for itself.
+    """Return the options with a size for expanded prefixes, where the user named none and something may be expanded,
+    and with tokens that prefill expands for itself.
 
     Args:
         available: bytes that SGLang has for its KV cache.
@@ -74,7 +74,7 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
 
 
 def with_transient_expansion(available: int, server: Server, model: Model) -> Server:
-    """The server with what `with_default` says of prefill."""
+    """Return the server with the tokens that its prefill passes expand for themselves, as `with_default` sets them."""
     if not server.expands_transiently:
         return server
     options, tokens = server.options, transient_tokens(model.heads)
@@ -182,7 +182,7 @@ def latent_sizes(server: Server, model: Model, requests: int) -> LatentSizes:
 
 
 def transient_bytes(server: Server, model: Model, tokens: int) -> int:
-    """For as many tokens that prefill expands at a time for itself."""
+    """Return the most bytes that prefill takes to expand this many tokens at a time for itself."""
     if not tokens:
         return 0
     tiles, rows = naive_tiles(server.device.rates, model.dtype), call_rows(server, model)

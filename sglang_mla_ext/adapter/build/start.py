@@ -94,7 +94,7 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
 
 
 def _check_mixed(rule: MixedRule, asked: bool) -> None:
-    """A server runs without mixed steps where SGLang has not what they take, and nobody asked for them."""
+    """Turn mixed steps off where SGLang lacks what they need, unless the user asked for them."""
     try:
         assert_installed([Feature.MIXED, *([Feature.PAIRED] if rule.query_tokens > 1 else [])])
     except contract.ContractError as error:
@@ -105,7 +105,7 @@ def _check_mixed(rule: MixedRule, asked: bool) -> None:
 
 
 def around_scheduler_init(original: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """The scheduler has the backend built, and its cache and graphs."""
+    """Initialize the scheduler, in which SGLang builds the backend, its cache and graphs; then begin the session."""
     process.scheduler, process.session = scheduler, None
     original(scheduler, *args, **kwargs)
     if process.session is None:
@@ -125,7 +125,8 @@ def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args
 def after_graph_sizes(
     sizes: tuple[list[int], list[int]], runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> tuple[list[int], list[int]] | None:
-    """SGLang captures no decode graph of more rows than it has places for requests."""
+    """Add sizes of decode graphs up to the rows of a step with new tokens: SGLang itself captures none of more rows
+    than it has places for requests."""
     if runner.is_draft_worker:
         return None
     server = Server.of(runner.server_args, HybridMLAOptions.from_env())
@@ -134,7 +135,8 @@ def after_graph_sizes(
 
 
 def around_eager_registry(session: Session, original: Callable[..., Any], **kwargs: Any) -> Any:
-    """Without a GPU new tokens are rows of passes without a graph, whose buffers hold as many as there are requests."""
+    """Enlarge the buffers of passes without a graph, which hold as many rows as there are requests: without a GPU new
+    tokens are rows of such passes."""
     return original(**{**kwargs, "max_bs": kwargs["max_bs"] + session.admission.rule.tokens})
 
 

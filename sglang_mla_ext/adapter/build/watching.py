@@ -66,7 +66,7 @@ def log_memory_report(context: Context, buffers: ExpandedBuffers) -> None:
 def describe(
     context: Context, buffers: ExpandedBuffers | None, latent: LatentAttention, smallest: int | None, *, transient: bool
 ) -> str:
-    """One line for the log.
+    """Describe what can be shared in one line, for the log.
 
     Args:
         smallest: requests from which a group can pay.

@@ -19,7 +19,7 @@ from sglang_mla_ext.adapter.compat.syntax import Found, NotThere, SourceTree, wi
 
 MODELS = "sglang.srt.models"
 KNOWN = f"{MODELS}.deepseek_v2.DeepseekV2AttentionMLA"
-"""In the oldest release."""
+"""The known class of attention layers, by its name in the oldest release."""
 
 SEAMS = {
     *("_apply_gated", "apply_attention_output_gate", "_split_q_nope_pe", "_chunked_prefix_attn_mha"),
@@ -29,7 +29,7 @@ SEAMS = {
 projection."""
 
 ATTENTION = "RadixAttention"
-"""What calls the attention backend: a class with it is an attention layer's."""
+"""Name of the class that calls the attention backend: a class that uses it is that of an attention layer."""
 
 
 @cache

@@ -23,7 +23,7 @@ from sglang_mla_ext.adapter.compat.table import Feature, Table, Use
 logger = logging.getLogger(__name__)
 
 SUPPORTED: Mapping[str, Table] = releases.supported()
-"""What is used of each supported release, the newest one last."""
+"""Names that are used of SGLang, by supported release, the newest one last."""
 
 
 class ContractError(RuntimeError):

@@ -36,13 +36,14 @@ class TreeNode(Protocol):
 
 
 Fork = tuple[TreeNode, "TreeNode | None"]
-"""Where the part of a path that a request has alone begins: the deepest node that others hold too, or the root, and the
-child of it that the request has alone, None where there is none. Of a search that was broken off, the node that is next
-to be looked at. A plain tuple, because a batch has a thousand."""
+"""Pair of nodes between which the part of a path begins that one request holds alone: the deepest node that others hold
+too, or the root, and the child of it that the request holds alone, None where there is none. Where a search was broken
+off, the first one is the node to be looked at next. A plain tuple, because a batch has a thousand."""
 
 
 class SharedNodes(NamedTuple):
-    """As `prefix.tree.SharedTree`, with nodes, of the caller's class, in place of handles and without their ends."""
+    """Shared nodes as in `prefix.tree.SharedTree`, but nodes of the caller's class in place of handles, and without
+    their ends."""
 
     nodes: list[Any]
     parents: list[int]
@@ -145,8 +146,8 @@ def _with_marked(
 
 
 def _climb(node: TreeNode, top: TreeNode | None, left: int) -> tuple[TreeNode, TreeNode | None, int]:
-    """Go up from a fork that others hold no more to one that they do, or the root, over at most `left` nodes. Return it
-    with the node below and what is left of these."""
+    """Go up from a fork that others no longer hold to the first node that they do, or the root, over at most `left`
+    nodes. Return that node, the one below it, and how many of `left` remain."""
     while left and node.lock_ref < 2:
         above = node.parent
         if above is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 NAME = "torch_native"
-"""Of the draft model's backend."""
+"""Name of the draft model's attention backend."""
 
 
 def assign_req_to_token_pool_cpu(
@@ -164,7 +164,7 @@ KERNELS: Sequence[Callable[..., None]] = (
 
 
 def around_set_embed_and_head(original: Callable[..., Any], model: Any, embed: Any, head: Any) -> None:
-    """The draft model has the model's own; SGLang then waits for a GPU."""
+    """Give the draft model the model's own embedding and head; SGLang then waits for a GPU."""
     model.model.embed_tokens.weight, model.lm_head.weight = embed, head
 
 

@@ -17,12 +17,13 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.cpu import stubs
 
 GPUS, MEMORY = 8, 141 << 30
-"""Of a node with H200s; SGLang takes sizes of batches and chunks from the memory, which no answer here depends on."""
+"""GPUs of a node with H200s, and bytes of memory of each. SGLang derives sizes of batches and chunks from the memory,
+which no answer here depends on."""
 
 
 @contextmanager
 def hopper() -> Iterator[None]:
-    """SGLang sees GPUs of compute capability 9.0, and whatever InfiniBand devices it is told of."""
+    """Make SGLang see GPUs of compute capability 9.0, and whatever InfiniBand devices it is told of."""
     stubs.install()
     for name in (stubs.INSTALLED_VARIABLE, "SGLANG_USE_CPU_ENGINE"):
         os.environ.pop(name, None)

@@ -25,7 +25,7 @@ def before_host_pool(*args: Any, **kwargs: Any) -> None:
 
 
 def after_host_pool(result: None, host_pool: Any, *args: Any, **kwargs: Any) -> None:
-    """Nor is memory pinned that pages from storage are read into."""
+    """Pin no memory that pages from storage are read into."""
     host_pool.pin_memory = False
 
 

@@ -48,7 +48,7 @@ class TorchLatent:
         return 0
 
     def allocate(self, memory: Memory | None = None) -> None:
-        """Nothing."""
+        """Allocate nothing."""
 
     def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
         self._segments, self._planned_starts = segments, tail_starts

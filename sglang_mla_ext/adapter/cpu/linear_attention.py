@@ -92,7 +92,7 @@ def chunk_kda(
     track_chunk_idx: Tensor | None = None,
     **others: Any,
 ) -> Any:
-    """Prefill.
+    """Compute the attention of a prefill pass.
 
     Args:
         q, k, g: `[1, T, H, K]`; v: `[1, T, H, V]`; beta: `[1, T, H]`; g and beta as the projections give them.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def around_get_stream(original: Callable[..., Any], name: str) -> None:
-    """No second stream, as DeepSeek's models have it on the CPU."""
+    """Return no second stream, as DeepSeek's models have it on the CPU."""
 
 
 def around_zero_experts(

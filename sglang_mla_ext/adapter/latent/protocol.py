@@ -151,7 +151,7 @@ class LatentAttention(Protocol):
 
 
 class TailStarts:
-    """Where the private tails of a step's requests begin.
+    """Tokens before the private tail of each of a step's requests.
 
     Attributes:
         on_device: `[max_requests]` int32, static.
@@ -171,14 +171,14 @@ class TailStarts:
         return cls(max_requests, META).workspace_bytes
 
     def plan(self, starts: Sequence[int]) -> None:
-        """Copy them without waiting; requests behind the last one start at 0."""
+        """Copy the starts to the device without waiting; requests behind the last one start at 0."""
         host = torch.zeros(len(self.on_device), dtype=torch.int32, pin_memory=self.on_device.is_cuda)
         host[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
         self.on_device.copy_(host, non_blocking=True)
 
 
 class Tails:
-    """Where the private tails are, how long they are, and on which pages, in static memory.
+    """Lengths and pages of the private tails, in static memory.
 
     Attributes:
         lens: `[max_requests]` int32, tokens of each tail in this step.

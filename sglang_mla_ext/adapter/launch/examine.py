@@ -52,21 +52,21 @@ SET_BY_ITSELF = ("page_size", "speculative_draft_attention_backend", "speculativ
 
 
 class Examination(NamedTuple):
-    """What was found.
+    """Result of examining a launch line.
 
     Attributes:
         outcome: WORKS, CHANGED, REFUSED, or CANNOT_TELL where a model's configuration cannot be read, arguments have
             placeholders, or the image has an SGLang that is not known.
-        findings: what is in the way, each with what to change.
-        changes: what a line that works has in place of it, in the order of the findings that have a remedy.
+        findings: obstacles, each with what to change.
+        changes: the changes that make the line work, in words, in the order of the findings that have a remedy.
         line: the line that was examined, with our backend and the changes.
         settings: flags that are set without being asked for.
-        models: the models that the line names, by the names that they were taken for.
-        warnings: what the server does without, though it runs.
-        tested: a server like it was run; None where it does not start.
+        models: names of the known models that the line was examined with, by the path that the line gives.
+        warnings: what the server works without, what may end it, and that its release of SGLang was not tested.
+        tested: how far such a server was tested; None where it does not start.
         memory_report: how much of a prompt its prefix memory holds, with DP attention.
-        elsewhere: that it runs another SGLang than it was examined with.
-        caveat: that decode gains nothing, though it works.
+        elsewhere: a note if the image has another SGLang than the line was examined with.
+        caveat: a note if decode gains nothing, though the line works.
     """
 
     outcome: str
@@ -84,7 +84,7 @@ class Examination(NamedTuple):
 
 @contextmanager
 def examiner() -> Iterator[Callable[[LaunchLine], Examination]]:
-    """Makes a function that examines one LaunchLine; entering takes as long as importing SGLang."""
+    """Make a function that examines one LaunchLine; entering takes as long as importing SGLang."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of what SGLang finds no GPU for
@@ -187,7 +187,7 @@ def _elsewhere(line: LaunchLine) -> str | None:
 
 
 def _known_models(line: LaunchLine) -> dict[str, str]:
-    """Models of a line that are not at hand but known, by the paths that it gives."""
+    """Return known models of a line that are not at hand, by the paths that it gives."""
     known = {path: checkpoints.known_as(path) for path in _models_of(line) if not Path(path).is_dir()}
     return {path: name for path, name in known.items() if name is not None}
 

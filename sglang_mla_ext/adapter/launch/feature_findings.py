@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
-"""Of speculative decoding; the last one is another name for the first, which SGLang's resolved arguments have."""
+"""Supported algorithms of speculative decoding; the last one is another name for the first, which SGLang's resolved
+arguments contain."""
 
 DRAFT_TOKENS = range(2, 9)
 """Query tokens of a request in a verify step."""
 
 HOST_COPIES = ("kernel", "direct")
-"""How SGLang copies rows to the host and back on a GPU. An FP8 cache's rows are whole 16 bytes; of its kernels the
-compiled ones want 8, the one that stages pages 16, and the one that wants 128 is not used then."""
+"""SGLang's ways of copying rows to the host and back on a GPU. Rows of an FP8 cache are multiples of 16 bytes; of
+SGLang's kernels the compiled ones require multiples of 8, the one that stages pages 16, and the one that requires 128
+is not used then."""
 
 HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-"""Of latent rows on the host."""
+"""Layouts of latent rows on the host."""
 
 TRANSFERS = ("mooncake", "nixl")
 """SGLang's names of what moves a KV cache from a prefill to a decode server."""
@@ -50,7 +52,7 @@ def way_of_drafting(algorithm: str | None) -> list[Finding]:
 
 
 def draft_tree(args: ServerArgs | ResolvedArgs) -> list[Finding]:
-    """Drafts that do not come in one chain."""
+    """Return the finding against drafts that do not come in one chain; none if they do."""
     if found := way_of_drafting(args.speculative_algorithm):
         return found
     flag, branches = "--speculative-eagle-topk", args.speculative_eagle_topk

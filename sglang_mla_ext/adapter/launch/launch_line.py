@@ -20,7 +20,7 @@ MODEL_FLAGS = ("--model-path", "--model")
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SHELL = re.compile(r"\d?>|[|;&]")
-"""How a word begins that is the shell's and not the server's."""
+"""Beginnings of words that belong to the shell and not to the server."""
 
 _IMAGE = re.compile(r"(?!/)(?:[\w.-]+:\d+/)?[\w./-]*(?:sglang|sgl-dev)[\w./-]*(?::[\w.-]+)?(?:@sha256:\w+)?")
 """A container's image with SGLang in it, by the last part of its name."""
@@ -48,14 +48,14 @@ DYNAMO = (
 
 
 class LaunchLineError(ValueError):
-    """There is no launch of a server in it."""
+    """Text without a launch of a server."""
 
 
 class LaunchLine(NamedTuple):
-    """What a launch command comes to.
+    """Launch command in its parts.
 
     Attributes:
-        image: of the container that it is run in.
+        image: of the container that the command runs in.
         container: words in front of the arguments where something runs a container: `docker run ... image python3 -m
             sglang.launch_server`; empty elsewhere.
         script: words in front of the arguments where the container runs `sh -c "..."`, with which `container` ends.

@@ -28,10 +28,11 @@ FLOAT16 = Finding(
 )
 
 PREFILL_VARIABLE = "SGLANG_MAX_KV_CHUNK_CAPACITY"
-"""Sets how many tokens of cached prompts SGLang makes keys and values of at a time."""
+"""Variable that sets of how many tokens of cached prompts SGLang makes keys and values at a time."""
 
 PREFILL_SHARE = 0.75
-"""For that, of the memory that is not for weights and cache; the rest is for CUDA graphs and activations."""
+"""Share of the memory left by weights and cache that these keys and values may take; the rest is for CUDA graphs and
+activations."""
 
 
 class Refusal(OptionError):

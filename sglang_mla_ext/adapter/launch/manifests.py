@@ -12,7 +12,7 @@ LAUNCHES = re.compile(r"sglang[\w.]*\.launch_server|sglang\s+serve|dynamo\.sglan
 """A command that may launch a server."""
 
 COMMAND_KEYS = ("entrypoint", "command", "args")
-"""Of a container, in the order in which they are run."""
+"""Keys of a container's command, in the order in which they are run."""
 
 
 class Launched(NamedTuple):

@@ -28,7 +28,7 @@ COARSE_STEP, COARSE_ROWS = 128, 1024
 
 @dataclass(frozen=True)
 class Mixing:
-    """How many new tokens may be mixed into a decode step, and what keeps them out."""
+    """Number of new tokens that may be mixed into a decode step, and what keeps them out."""
 
     args: ResolvedArgs
     options: HybridMLAOptions

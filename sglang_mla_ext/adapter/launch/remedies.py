@@ -66,11 +66,11 @@ REMEDIES = {
         for flag in ("--enable-flashinfer-mla", "--enable-flashmla", "--disable-mla", "--keep-mm-feature-on-device")
     },
 }
-"""By code. What has none is refused."""
+"""Remedies by code of a finding. A finding without one is refused."""
 
 
 def with_remedies(found: list[Finding]) -> list[Finding]:
-    """Findings that bring none get the remedies that their codes have."""
+    """Add the remedies of their codes to findings that bring none."""
     return [each._replace(remedy=each.remedy or REMEDIES.get(each.code)) for each in found]
 
 

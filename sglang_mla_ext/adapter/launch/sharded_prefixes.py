@@ -93,6 +93,6 @@ class Ranks:
 
 
 def set_environment(environment: MutableMapping[str, str]) -> None:
-    """Before NCCL starts: keep it from registering the buffers of exchanges that CUDA graphs hold, with which they hang
-    (SGLang does so from 0.5.23 on). What the user set stands."""
+    """Keep NCCL, before it starts, from registering the buffers of exchanges that CUDA graphs hold, with which they
+    hang (SGLang does so from 0.5.23 on). What the user set stands."""
     environment.setdefault("NCCL_GRAPH_REGISTER", "0")

@@ -70,7 +70,7 @@ def after_key_is_asked_for(result: None, app: FastAPI, **keys: Any) -> None:
 
 
 def _try(function: Callable[[Any], Any], argument: Any) -> None:
-    """A server that cannot show its status serves all the same."""
+    """Call a function, and log what it raises: a server that cannot show its status serves all the same."""
     try:
         function(argument)
     except Exception:
@@ -78,7 +78,7 @@ def _try(function: Callable[[Any], Any], argument: Any) -> None:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Once for each app, if its server has our backend: a process may launch one after another."""
+    """Add the routes, once for each app, if its server has our backend: a process may launch one after another."""
     from fastapi.responses import HTMLResponse
 
     if not limits.is_asked_for(_tokenizer_manager().server_args):

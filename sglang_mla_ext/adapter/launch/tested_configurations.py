@@ -73,10 +73,10 @@ class Part(NamedTuple):
 
 
 class Tested(NamedTuple):
-    """How far a deployment was run: as far as each of its parts was. Few were run together.
+    """Extent to which a deployment was tested: that of its least tested part. Few parts were run together.
 
     Attributes:
-        place: the worst of its parts'.
+        place: the worst place of its parts.
         version: of SGLang.
     """
 
@@ -85,7 +85,7 @@ class Tested(NamedTuple):
     parts: tuple[Part, ...]
 
     def __str__(self) -> str:
-        """`tested on the CPU only: several nodes; never run on 16 ranks: several nodes (on 2)`.
+        """Describe in words: `tested on the CPU only: several nodes; never run on 16 ranks: several nodes (on 2)`.
 
         Named are the parts that others were tested further than, and those tested on fewer ranks.
         """

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """What one prefill step attends to in expanded form.
+    """Plan of what one prefill step attends to in expanded form.
 
     Attributes:
         covered: `[requests]` how many of its cached tokens are attended to in expanded form, from the first one on.
         windows: in order; rows that are in none have no expanded prefix.
-        attention: to what is kept expanded; None where nothing ever is.
+        attention: attention to prefixes that are kept expanded; None where none ever is.
         layer_index: of the attention's buffers, by SGLang's layer id.
         wait: is called with the id of each layer, see host_cache.py.
         transient: what is expanded for the pass alone; None where nothing is.

@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TransientPlan:
-    """What a prefill step expands for itself.
+    """Plan of the tokens that a prefill step expands for itself.
 
     Attributes:
         ends: `[requests]` tokens from the first one on that are attended to in expanded form.
@@ -266,6 +266,6 @@ class TransientExpansion:
             yield piece()
 
     def forget(self) -> None:
-        """No request is left, or the tree was flushed."""
+        """Let go of the tree's nodes: no request is left, or the tree was flushed."""
         if self._tree is not None:
             self._tree.forget()

@@ -37,7 +37,7 @@ class RanksDifferError(RuntimeError):
 
 
 def tp_group() -> GroupCoordinator:
-    """Return the group of all ranks: where each has requests of its own, those that shard prefixes."""
+    """Return the group of all ranks: where each has requests of its own, the ranks with sharded prefixes."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     return get_tp_group()

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 STEPS_OF_NOTHING = 4
-"""That pass without a vote after one that found nothing worth sharing, or who shares nothing would wait for the others
-twice in each step."""
+"""Steps without a vote after a vote that found nothing worth sharing: with a vote in each, ranks that share nothing
+would wait for the others twice in each step."""
 
 MOST_STEPS_OF_NOTHING = 64
-"""That pass without a vote after votes in which plans differed."""
+"""Most steps without a vote after votes in which plans differed."""
 
 UNUSED_S = 600
 """Seconds with requests after which the log says that no step has shared a prefix."""
@@ -98,7 +98,7 @@ class SlotsOfPass:
 
 
 class ShardedSteps:
-    """Of one scheduler."""
+    """Votes of one scheduler's rank on what each pass shares, and the plans that they result in."""
 
     def __init__(
         self,
@@ -135,18 +135,19 @@ class ShardedSteps:
         self._is_unused = True
 
     def begin(self, runner: ModelRunner) -> None:
-        """SGLang has captured its graphs."""
+        """Read the sizes of the decode graphs, once SGLang has captured them, and check that all ranks have the
+        same."""
         graphs = runner.decode_cuda_graph_runner
         self._graphs = sorted(graphs.capture_bs) if graphs is not None else None
         # Who has them votes on a step, and who does not would not come.
         check_alike({"rows of decode graphs": self._graphs, "requests of a rank that share": self._requests})
 
     def comes(self, batch: ScheduleBatch | None) -> None:
-        """The batch that this rank would run next."""
+        """Set the batch that this rank would run next."""
         self._batch, self._plan = batch, None
 
     def agree(self, info: Any) -> None:
-        """SGLang has asked all ranks for their batches: agree on what they share.
+        """Agree with all ranks on what their batches share, after SGLang has asked for these.
 
         Args:
             info: SGLang's MLPSyncBatchInfo, the same on all ranks but for what is this rank's.
@@ -184,7 +185,7 @@ class ShardedSteps:
             self._watch_use()
 
     def _watch_use(self) -> None:
-        """Say once how to have the memory back, if no step has shared anything for long."""
+        """Log once how to have the memory back, if no step has shared anything for long."""
         now = time.monotonic()
         self._first_pass_s = self._first_pass_s or now
         if self.shared_plan() is not None:
@@ -226,7 +227,7 @@ class ShardedSteps:
         return found
 
     def _plans_differ(self) -> None:
-        """Plans were not the same on all ranks: vote again in the next step, and where that happens again and again,
+        """Handle plans that differ between ranks: vote again in the next step, and where plans differ again and again,
         less and less often, because such a vote costs more than one in which nothing has changed."""
         if not self._counters.not_sharded[NotSharded.PLANS_DIFFER.code]:
             logger.warning(
@@ -237,8 +238,8 @@ class ShardedSteps:
         self._differed += 1
 
     def _requests_of_each(self, requests: Sequence[int], graphs: bool) -> tuple[int, NotSharded | None]:
-        """Requests, or new tokens that are rows, that every rank has in a pass, some of them padding, or why it is not
-        sharded; from what all ranks know."""
+        """Return the requests, or new tokens that are rows, that every rank has in a pass, some of them padding, or the
+        reason why it is not sharded; both follow from what all ranks know."""
         most = max(requests)
         if self._graphs is not None:
             most = next((size for size in self._graphs if size >= most), 0) if graphs else 0
@@ -261,7 +262,7 @@ class ShardedSteps:
 
 
 def gather_over(group: GroupCoordinator) -> Gather:
-    """A function that exchanges integers on the host."""
+    """Return a function that exchanges integers on the host."""
 
     def gather(mine: Sequence[int]) -> Sequence[Sequence[int]]:
         sent = torch.frombuffer(array("q", mine), dtype=torch.int64)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Voting:
-    """Of one scheduler."""
+    """Votes of one scheduler's rank on mixing its new tokens into a pass."""
 
     def __init__(self) -> None:
         self._offered: ScheduleBatch | None = None
@@ -34,7 +34,7 @@ class Voting:
         self._offered, self._agreed, self._graphs = batch, None, graphs
 
     def cast(self, info: Any) -> None:
-        """Change what this rank is about to say of itself.
+        """Change what this rank is about to report of itself.
 
         Args:
             info: SGLang's MLPSyncBatchInfo.

@@ -60,7 +60,8 @@ FIRST_GUESS = 128.0
 
 
 class Admission:
-    """One for each scheduler. All ranks that divide the heads have the same requests and decide alike.
+    """Admission of new tokens to the steps of one scheduler. All ranks that divide the heads have the same requests and
+    decide alike.
 
     Attributes:
         rule: when new tokens are rows of the decode graph.
@@ -82,7 +83,7 @@ class Admission:
         self._passes = 0  # batches that are to come before another one is made to be mixed
 
     def begin(self, runner: ModelRunner, *, votes: bool) -> None:
-        """SGLang has captured its graphs."""
+        """Set what may be mixed, once SGLang has captured its graphs."""
         self.votes = votes
         self.rule.begin(runner, votes=votes)
         self.mixes = self.mixes and self.rule.mixed_rows > 0

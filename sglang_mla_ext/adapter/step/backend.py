@@ -39,8 +39,8 @@ READ_FROM_STOCK = (
     "max_context_len",
     "init_mha_chunk_metadata",
 )
-"""What SGLang reads of an MLA backend beside the interface's own names; the contract says who reads it, and a test
-compares that with SGLang's source."""
+"""Attributes that SGLang reads of an MLA backend beside the interface's own names; the contract lists who reads them,
+and a test compares that with SGLang's source."""
 
 FLAGS_OF_STOCK = (
     "needs_cpu_seq_lens",
@@ -150,7 +150,7 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         return of_stock is None or bool(of_stock(forward_batch))
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """A step without a CUDA graph: one without segments needs nothing of what is shared."""
+        """Prepare a step without a CUDA graph: one without segments needs nothing of what is shared."""
         with our_part(Fallback.PREPARE_STEP):
             step = self.preparation.begin(forward_batch, in_graph=False)
             if step.way is Way.STOCK:
@@ -162,7 +162,7 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
             self._stock.backend.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Before a CUDA graph is captured or replayed."""
+        """Prepare a step before its CUDA graph is captured or replayed."""
         if self.preparation.begin(forward_batch, in_graph=True, in_capture=in_capture).way is Way.STOCK:
             self._stock.backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
@@ -183,7 +183,7 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A decode or verify step.
+        """Attend in a decode or verify step.
 
         Args:
             q: `[rows, heads, kv_lora_rank]`, absorbed, beside `q_rope [rows, heads, qk_rope_head_dim]`, or whole
@@ -219,8 +219,8 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         k_rope: torch.Tensor | None = None,
         q_nope: torch.Tensor | None = None,
     ) -> Any:
-        """Prefill, and verify steps, whose arguments are those of a decode step. In prefill absorb comes with query and
-        key in two parts, which SGLang's backends do not take.
+        """Attend in prefill, and in verify steps, whose arguments are those of a decode step. In prefill absorb comes
+        with query and key in two parts, which SGLang's backends do not support.
 
         Args:
             q_nope: `[rows, heads, qk_nope_head_dim]`, the query before absorption; of passes in prefill graphs.
@@ -256,7 +256,7 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
-        """A layer of a pass in a prefill graph, see `forward_extend`."""
+        """Attend in a layer of a pass in a prefill graph, see `forward_extend`."""
         q, q_rope = self._in_parts(q, q_rope, len(q), layer)
         # SGLang's own buffer, where it has one: otherwise it copies the result.
         out = getattr(forward_batch, "_attn_output", None)
@@ -268,7 +268,7 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
     def _attend(
         self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """A decode or verify step that is not the stock backend's, see `forward_decode`."""
+        """Attend in a decode or verify step that is not the stock backend's, see `forward_decode`."""
         step = passes.now
         rows = forward_batch.batch_size * self.preparation.tokens_each(step.kind)
         q, q_rope = self._in_parts(q, q_rope, rows, layer)

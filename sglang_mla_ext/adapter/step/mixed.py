@@ -83,7 +83,7 @@ class MixedRule:
         return min(self.most_rows, self._prefill_rows) if self._votes else self.most_rows
 
     def begin(self, runner: ModelRunner, *, votes: bool = False) -> None:
-        """SGLang has captured its graphs: log how far they reach.
+        """Log how far the graphs reach, once SGLang has captured them.
 
         Args:
             votes: ranks may refuse what others would mix.

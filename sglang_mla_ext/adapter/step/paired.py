@@ -101,7 +101,7 @@ class PairedSteps:
         self._kept: deque[list[Any]] = deque(maxlen=KEPT_ITERATIONS)
 
     def begin(self, table: torch.Tensor, page: int, draft_worker: Any) -> None:
-        """SGLang has made its pools and captured its graphs.
+        """Set what an iteration needs, once SGLang has made its pools and captured its graphs.
 
         Args:
             table: `[requests, tokens]` of slots; page: slots of a page.

@@ -33,7 +33,7 @@ NO_ROWS = Rows(0)
 
 
 class Kind(Enum):
-    """What a pass computes. A server that drafts has verify steps in place of decode steps."""
+    """Kind of a forward pass. A server that drafts has verify steps in place of decode steps."""
 
     DECODE = "decode"
     VERIFY = "verify"
@@ -42,7 +42,7 @@ class Kind(Enum):
 
     @classmethod
     def of(cls, mode: ForwardMode) -> Kind:
-        """By SGLang's own mode, which counts a verify step as prefill, too."""
+        """Return the kind for SGLang's own mode, which counts a verify step as prefill, too."""
         if mode.is_decode():
             return cls.DECODE
         if mode.is_target_verify():
@@ -56,7 +56,7 @@ class Kind(Enum):
 
 
 class Way(Enum):
-    """Whose attention a step has: SGLang's, ours to all keys of a request, or ours to what is shared and to tails."""
+    """Attention that a step uses: SGLang's, ours to all keys of a request, or ours to what is shared and to tails."""
 
     STOCK = "stock"
     LATENT = "latent"
@@ -115,7 +115,8 @@ class Pass:
             self.plan, self.prefill = NOTHING_SHARED, None
 
     def become(self, kind: Kind, rows: Rows) -> None:
-        """SGLang computes it as a pass of another kind, for which nothing was planned but what ranks agreed on."""
+        """Turn the pass into one of another kind, as which SGLang computes it. Nothing was planned for that kind but
+        what ranks agreed on."""
         self.kind, self.rows = kind, rows
         self.absorbs = self.leaves_graph = self.mixed = self.only_last_rows = False
         self.decoding, self.joined, self.as_rows, self.last_rows = 0, None, None, None
@@ -132,12 +133,12 @@ class Passes:
         self.now = Pass(Kind.OTHER)
 
     def begin(self, chosen: Pass) -> Pass:
-        """The pass that was chosen is the next one."""
+        """Make the chosen pass the next one."""
         self.now = chosen
         return chosen
 
     def end(self) -> None:
-        """It is over, or what comes is not the model's, but its draft's."""
+        """End the pass: it is over, or what comes is a pass of the draft model."""
         self.now = Pass(Kind.OTHER)
 
 

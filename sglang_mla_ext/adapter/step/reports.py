@@ -17,7 +17,7 @@ METRICS_INTERVAL_S = 1.0
 
 
 class Reports:
-    """Of one process; asking changes nothing."""
+    """Reports of one process; asking for one changes nothing."""
 
     def __init__(
         self, prefixes: Sharing, counters: Counters, *, budget_bytes: int, chunk_bytes: int, description: str
@@ -34,13 +34,13 @@ class Reports:
         self._published = 0.0
 
     def report(self) -> dict[str, Any]:
-        """The entry; see observe.report."""
+        """Return the `hybrid_mla` entry; see observe.report."""
         expanded_bytes = self._prefixes.pool.used_chunks * self._chunk_bytes
         without = self._prefixes.expansion.tokens_without_memory
         return report(self._counters, self._prefixes.plan, expanded_bytes, self._budget_bytes, without)
 
     def status(self, pause: int) -> dict[str, Any]:
-        """The entry with the tree of shared segments, for who asks; see status.Rank.
+        """Return the entry with the tree of shared segments; see status.Rank.
 
         Args:
             pause: forward passes until something is shared again.

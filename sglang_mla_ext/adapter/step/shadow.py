@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT_ERRORS = 4096
-"""Errors that wait for the metrics."""
+"""Most errors that wait for the metrics."""
 
 ROWS = 64
 """Query tokens that are checked at a time: 11 MiB at 128 heads in BF16."""
 
 BOUND, BOUND_FP8 = 0.03, 0.15
-"""Relative errors of a row above which it is wrong: several times what rounding does to rows of BF16 and of FP8 (docs/
-accuracy.md), and less than what a prefix does that is left out, taken twice or another one."""
+"""Relative errors of a row above which it is wrong: several times the rounding error of rows in BF16 and in FP8
+(docs/accuracy.md), and less than the error by a prefix that is left out, taken twice or another one."""
 
 
 class Requests(NamedTuple):
-    """As much of SGLang's ForwardBatch as attention to latents reads: some requests of one."""
+    """Requests of a batch, with the fields of SGLang's ForwardBatch that attention to latents reads."""
 
     batch_size: int
     req_pool_indices: Tensor
@@ -74,13 +74,14 @@ class CheckedRows:
 
 @dataclass(frozen=True)
 class Finding:
-    """What came out of it.
+    """Result of a shadow check.
 
     Attributes:
         layer: SGLang's id.
-        errors: `[rows]` relative to the L2 norm of each row, all heads together.
+        errors: `[rows]` error relative to the L2 norm of each row, all heads together.
         wrong: requests of the batch with a row above the bound; nan counts as that.
-        suspects: what these share, and nobody whose rows are right.
+        suspects: segments that these requests share, and no request whose rows are right; if there are none, all
+            segments that these share.
     """
 
     layer: int
@@ -257,7 +258,7 @@ class ShadowCheck:
         return Finding(layer_id, errors, self._bound, frozenset(wrong), suspects or held)
 
     def judge(self) -> None:
-        """Count what the last check has found, when that is known; what is wrong is shared no more."""
+        """Count what the last check has found, when that is known, and stop sharing what is wrong."""
         finding = self.finding()
         if finding is None:
             return
@@ -282,7 +283,7 @@ class ShadowCheck:
         self._prefixes.distrust({node for _, nodes in finding.suspects for node in nodes})
 
     def pop_errors(self) -> list[float]:
-        """Errors of rows that were found since this was last asked."""
+        """Return the errors of rows that were found since the last call."""
         errors = list(self._errors)
         self._errors.clear()
         return errors
@@ -293,7 +294,8 @@ class ShadowCheck:
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """`[T]` float32, L2 norm of the difference over that of `expected`, both `[T, H, dv]`; 0 where both are 0."""
+    """Return the relative errors, `[T]` float32: L2 norm of the difference over that of `expected`, both `[T, H, dv]`;
+    0 where both are 0."""
     actual, expected = actual.flatten(1).float(), expected.flatten(1).float()
     difference, size = (actual - expected).norm(dim=1), expected.norm(dim=1)
     return torch.where(difference == 0, 0.0, difference / size)

@@ -43,14 +43,14 @@ with groups has gone through."""
 
 @dataclass(frozen=True)
 class PrefillSharing:
-    """What planning has to know of prefill, where our backend does it.
+    """Settings and functions of prefill that planning needs, where our backend does prefill.
 
     Attributes:
         make_plan: `(plan, rows) -> PrefillPlan | None`, see PrefillPlan.make.
         affordable: `(prefix_lens) -> tokens` that SGLang itself would expand for a step.
         can_finish: `(prefix_lens, covered) -> bool`, whether the stock backend can attend to what the expanded parts
             leave, and give its lse.
-        transient: what expands for a pass alone; None where nothing does. It expands where SGLang would, and with
+        transient: expansion for a pass alone; None where there is none. It expands where SGLang would, and with
             `always` in any case.
         absorbs: all passes run by absorb and share without CUDA graphs, see prefill_graph.py.
         costs: of passes in prefill graphs and outside of them; None where there are no such graphs.
@@ -206,7 +206,7 @@ class Steps:
         self.counters.count_pass(time.perf_counter() - begin)
 
     def fail(self, what: Fallback, error: BaseException, clear_memory: Callable[[], None] | None = None) -> None:
-        """Something of ours has failed: forget what is expanded, and plan nothing for a while.
+        """Handle a failure of ours: forget what is expanded, and plan nothing for a while.
 
         Args:
             what: has failed.
@@ -222,8 +222,8 @@ class Steps:
             logger.warning("hybrid_mla: %s, plain absorb for the next %d forward passes", what.value, self.pause)
 
     def _repair(self) -> bool:
-        """Do what is owed since a failure; whether nothing is owed any more. Scales are among it, whether or not the
-        weights have changed."""
+        """Make up for what is owed since a failure; return whether nothing is owed any more. Scales are among it,
+        whether or not the weights have changed."""
         try:
             if self._clear_memory is not None:
                 self._clear_memory()
@@ -241,12 +241,12 @@ class Steps:
         return self._clear_memory is not None
 
     def succeed(self) -> None:
-        """A plan that shares something has reached the device. If the pass goes through, too, the next failure is the
-        first one again."""
+        """Record that a plan that shares something has reached the device. If the pass goes through, too, the next
+        failure is the first one again."""
         self._reached = True
 
     def idle(self) -> None:
-        """No request is running."""
+        """Forget what the last requests shared: none is running."""
         passes.now.share_nothing()
         self._prefixes.idle()
         if self._transient is not None:
@@ -262,7 +262,7 @@ class Steps:
             self.shadow.forget()
 
     def weights_change(self) -> None:
-        """The model's weights are about to change."""
+        """Drop what depends on the weights, which are about to change."""
         self.forget()
         if self._expander is not None:
             self._expander.weights_changed()

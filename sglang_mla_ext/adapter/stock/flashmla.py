@@ -35,13 +35,14 @@ class PlannedAtRun:
         self._plan: Callable[[], None] | None = None  # still to be called
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
-        """A pass that has graphs in it is planned at once, as SGLang means it: it is by absorb."""
+        """Keep the arguments of the plan. A pass that has graphs in it is planned at once, as SGLang means it: it is by
+        absorb."""
         self._plan = partial(self._wrapper.plan, *args, **kwargs)
         if absorbs_prefill():
             self._make_plan()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """In every layer; the first one pays for the plan."""
+        """Run in every layer; the first one pays for the plan."""
         self._make_plan()
         return self._wrapper.run(*args, **kwargs)
 

@@ -37,7 +37,7 @@ class PrefillTails(Protocol):
 
 
 class Stock(Protocol):
-    """What is asked of SGLang's own backend beside its interface.
+    """Methods that are required of SGLang's own backend beside its interface.
 
     Attributes:
         backend: SGLang's.
@@ -50,7 +50,7 @@ class Stock(Protocol):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool
     ) -> Any:
-        """A prefill step's attention, of whole queries and keys: `out`, or `(out, lse)` with a natural logarithm where
+        """Attend in a prefill step, with whole queries and keys: `out`, or `(out, lse)` with a natural logarithm where
         SGLang asks for it."""
         ...
 

@@ -90,18 +90,18 @@ class TorchStock:
             return torch.cat([out for out, _ in parts]).to(q.dtype), torch.cat([lse for _, lse in parts]).float()
 
     def affordable(self, prefix_lens: Sequence[int]) -> int:
-        """None: there is no forward method with keys per head on the CPU but ours."""
+        """Return 0: there is no forward method with keys per head on the CPU but ours."""
         return 0
 
     def prefill_tails(self, layers: Sequence[DeepseekV2AttentionMLA]) -> TorchTails:
         return TorchTails(self.backend)
 
     def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
-        """Nothing may be left: SGLang has no CPU version of its loop over the rest."""
+        """Return whether nothing is left to attend to: SGLang has no CPU version of its loop over the rest."""
         return list(prefix_lens) == list(covered)
 
     def _extend_over_fp8(self, q: Tensor, k: Tensor, layer: RadixAttention, forward_batch: ForwardBatch) -> Tensor:
-        """Absorb in prefill: new tokens over what is cached, read by its slots, and over themselves.
+        """Attend by absorb in prefill: new tokens over what is cached, read by its slots, and over themselves.
 
         Args:
             q: `[tokens, heads * 576]`; k: `[tokens, 1, 576]`, latent rows of the new tokens.
