@@ -29,7 +29,7 @@ def config_names(kind: str) -> list[str]:
 
 
 def read_config(kind: str, name: str) -> dict[str, Any]:
-    """One shipped configuration, `configs/{kind}/{name}.json`.
+    """Read a shipped configuration, `configs/{kind}/{name}.json`.
 
     Raises:
         ValueError: there is no such configuration; the message lists those that exist.

@@ -174,7 +174,7 @@ def _segment(each: Mapping[str, Any], again: int) -> Iterator[str | tuple[str, s
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
+    """Replace what a terminal would obey."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -321,10 +321,10 @@ class TritonAbsorbFP8(AbsorbFP8):
         return max(1, min(MAX_SPLITS, CTAS_PER_SM * self._num_sms // (requests * self._tiles)))
 
     def begin_step(self, lens: Tensor, page_table: Tensor) -> None:
-        """Nothing: every program reads its length by itself."""
+        """Do nothing: every program reads its length by itself."""
 
     def _requests_to_try(self) -> list[int]:
-        """One whose keys are cut, and as many as are not cut any more: these are different kernels."""
+        """Return one request, whose keys are cut, and as many as are not cut any more: these are different kernels."""
         uncut = [n for n in range(1, self._max_requests + 1) if self.splits(n) == 1]
         return sorted({1, *uncut[:1]})
 

@@ -75,7 +75,7 @@ class ShardedAttention:
         self._active.fill_(bool(segments))
 
     def make_plan(self, segments: Sequence[Segment], rows: int) -> Any:
-        """There are no plans but that of all ranks."""
+        """Raise NotImplementedError: there are no plans but that of all ranks."""
         raise NotImplementedError("ranks that hold prefixes together do not prefill with them")
 
     def run(self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float, plan: None = None) -> None:

@@ -34,7 +34,8 @@ from .triton_naive import check_arguments
 
 CHUNK = gl.constexpr(CHUNK_TOKENS)
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
-"""By the number of consumers, which share a multiprocessor's registers; one alone gets what the producer leaves."""
+"""Registers of a thread of a consumer, by the number of consumers, which share a multiprocessor's registers; one alone
+gets what the producer leaves."""
 PRODUCER_REGISTERS = 24
 
 TILES = {
@@ -48,7 +49,7 @@ TILES = {
         Tile(block_rows=128, block_keys=128, num_stages=4),
     ),
 }
-"""By dtype, smallest first: the fastest on an H200 among the candidates of scripts/calibrate.py. A program has a
+"""Tiles by dtype, smallest first: the fastest on an H200 among the candidates of scripts/calibrate.py. A program has a
 consumer for each 64 rows; in FP8 two programs of one consumer share a multiprocessor. A tile of 192 rows takes a fifth
 less time for them than two of 128, which also compute for 64 rows that are not there."""
 
@@ -57,7 +58,7 @@ WIDE_TILES = (
     Tile(block_rows=64, block_keys=64, num_stages=2),
     Tile(block_rows=128, block_keys=64, num_stages=2),
 )
-"""For heads wider than 128, in BF16: what shared memory has room for. Not timed."""
+"""Tiles for heads wider than 128, in BF16: what shared memory has room for. Not timed."""
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,6 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _same_precision(*tensors: Tensor) -> list[Tensor]:
-    """All in float64 if one of them is, else all in float32."""
+    """Convert all to float64 if one of them is, else to float32."""
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     return [t.to(dtype) for t in tensors]

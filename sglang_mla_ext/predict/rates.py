@@ -111,7 +111,7 @@ class StepRates:
 
 @dataclass(frozen=True)
 class Gpu:
-    """All that is known of a GPU.
+    """Rates, data sheet and constants of a GPU.
 
     Attributes:
         sheet, step: None where there is none (a CPU): attention alone can be predicted.

@@ -209,7 +209,7 @@ class Step:
 
     @property
     def rest(self) -> float:
-        """All but attention."""
+        """Seconds of all but attention."""
         return sum(self.products.values()) + self.states + self.exchanges + self.overhead
 
     @property
@@ -225,7 +225,8 @@ def allowed_modes(of: Deployment) -> list[Mode]:
 def attention_seconds(
     of: Deployment, cover: Cover, requests: int, prompt: int, tail: int, arriving: Arriving = NOBODY
 ) -> float:
-    """One layer's attention of requests of one rank to a prompt that they share and to tails of their own.
+    """Return the seconds of one layer's attention of requests of one rank to a prompt that they share and to tails of
+    their own.
 
     New tokens attend to the prompt as requests do, whatever its mode, and by absorb to what their own request has
     before them, which the L2 cache holds for the rows of one request. What launches take beside plain absorb's is of

@@ -30,7 +30,7 @@ FP4_WEIGHTS = "FP4 weights are for Blackwell GPUs, and were never run with hybri
 
 
 class UnknownModelError(ValueError):
-    """There is no such model, or its configuration says too little; the message says what is missing."""
+    """Model that is not known, or whose configuration lacks something; the message says what is missing."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def shown_segments(
     number: Callable[..., int],
     running: Mapping[Hashable, int] | None = None,
 ) -> list[ShownSegment]:
-    """All segments, parents before children.
+    """Return all segments, parents before children.
 
     Args:
         planned: of the last decode step, parents before children.

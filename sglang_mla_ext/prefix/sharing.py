@@ -58,11 +58,11 @@ class Source(Nodes, Protocol):
         ...
 
     def idle(self) -> None:
-        """No request is running."""
+        """Let go of what the last requests needed: none is running."""
         ...
 
     def forget(self) -> None:
-        """The cache was flushed, or the weights changed."""
+        """Drop what is remembered: the cache was flushed, or the weights changed."""
         ...
 
 
@@ -292,7 +292,7 @@ class Sharing:
         self._planned_for = None
 
     def idle(self) -> None:
-        """No request is running. What is expanded stays while its nodes are known."""
+        """Forget the last step: no request is running. What is expanded stays while its nodes are known."""
         self.source.idle()
         if self.source.tree is not None:  # other ranks may still run some
             self.expansion.tokens_without_memory = 0
@@ -308,5 +308,5 @@ class Sharing:
 
 
 def _several(rows: Rows) -> set[int]:
-    """The requests with several rows."""
+    """Return the requests with several rows."""
     return {request for request, count in enumerate(rows.lens) if count > 1}

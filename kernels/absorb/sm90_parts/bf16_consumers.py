@@ -94,7 +94,7 @@ def _start_scores(q0, q1, q2, shared, used, taken, zeros):
 
 @gluon.jit
 def _load_query(shared, used, LAYOUT: gl.constexpr):
-    """One quarter of the query from the ring into registers."""
+    """Load one quarter of the query from the ring into registers."""
     SLOTS: gl.constexpr = shared.ring.shape[0]
     slot = used % SLOTS
     mbarrier.wait(shared.full.index(slot), (used // SLOTS) & 1)

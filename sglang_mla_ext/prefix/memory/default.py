@@ -14,7 +14,7 @@ TRANSIENT_TOKENS = 8192
 """Tokens that a prefill pass with many heads expands at a time for itself, where it does by default."""
 
 TRANSIENT_SHARE, TRANSIENT_SHARE_OF_NAMED = 1 / 20, 1 / 3
-"""Largest shares that the memory for them may take: of that for the KV cache, or of what the user named for
+"""Largest shares that the memory for these tokens may take: of that for the KV cache, or of what the user named for
 prefixes."""
 
 

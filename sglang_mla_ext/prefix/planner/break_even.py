@@ -20,7 +20,7 @@ from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.segment import Mode
 
 PREFERENCE = (Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE)
-"""In the order of preparation that they need; ties go to the earlier one."""
+"""Modes in the order of the preparation that they need; ties go to the earlier one."""
 
 
 def macs(cost: CostModel, mode: Mode, group_size: int, tokens: int) -> int:

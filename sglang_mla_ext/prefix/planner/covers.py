@@ -29,7 +29,7 @@ NAIVE, GROUPED = 1, 2
 """Ways to attend together, as bits."""
 
 FEW = 32
-"""In a tree of so few branches, each of which counts, plans are searched more thoroughly."""
+"""Branches of a small tree, at most. Each of these counts, so plans are searched more thoroughly."""
 
 JOINED, JOINED_OF_MANY = 4, 1
 """Branches above that one may be joined to at most before room is looked at, of a few branches and of many."""
@@ -37,7 +37,7 @@ JOINED, JOINED_OF_MANY = 4, 1
 
 @dataclass(frozen=True)
 class Ways:
-    """In which ways rows can attend together, and what that saves.
+    """Ways in which rows can attend together, and what that saves.
 
     Attributes:
         naive: None where there is no naive attention; grouped: None where there is no grouped absorb.

@@ -26,7 +26,7 @@ Gather = Callable[[Words], Sequence[Words]]
 
 
 class Vote:
-    """One rank's side of one vote after the other."""
+    """Votes of one rank, one after the other."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
