@@ -76,7 +76,7 @@ class ShardedAttention:
 
     def make_plan(self, segments: Sequence[Segment], rows: int) -> Any:
         """Raise NotImplementedError: there are no plans but that of all ranks."""
-        raise NotImplementedError("ranks that hold prefixes together do not prefill with them")
+        raise NotImplementedError("sharded prefixes are not used in prefill")
 
     def run(self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float, plan: None = None) -> None:
         """See SharedAttention; T rows may be fewer than those that were planned for each rank."""
