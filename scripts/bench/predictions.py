@@ -58,10 +58,8 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     """
     case, name = record["case"], gpu_config_of(record["gpu"])
     assert name is not None
-    gpu, flags = gpu or Gpu.from_json(name), named(record)
-    by_default = "peers" if record["date"] >= SHARDS_SINCE and case.get("dp", 1) > 1 else "off"
-    sharding = flags.hybrid_mla_prefix_sharding or by_default
-    if sharding != "peers":  # records of `auto` are older than its choice of stores
+    gpu, how = gpu or Gpu.from_json(name), sharding(record)
+    if how != "peers":
         gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=None))
     elif record["date"] < FEWER_LAUNCHES_SINCE:
         gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=EARLIER_STORES))
@@ -75,9 +73,18 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
         DRAFT_TOKENS if case.get("drafts") else 1,
         latent_element_bytes=latent,
         expanded_element_bytes=expanded,
-        prefix_sharding=sharding != "off",
+        prefix_sharding=how != "off",
         prefill_expand_tokens=transient_tokens(record),
     )
+
+
+def sharding(record: Mapping[str, Any]) -> str:
+    """Return how ranks sharded prefixes: off, nccl or peers. Before `SHARDS_SINCE`, off was the default and auto NCCL."""
+    how = named(record).hybrid_mla_prefix_sharding
+    if record["date"] < SHARDS_SINCE:
+        return {None: "off", "auto": "nccl"}.get(how, how)
+    by_itself = "peers" if record["case"].get("dp", 1) > 1 else "off"
+    return {None: by_itself, "auto": by_itself}.get(how, how)
 
 
 def storage(record: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from bench.predictions import (
     of_products,
     of_rank,
     served,
+    sharding,
     step,
     storage,
     tokens_per_s,
@@ -34,8 +35,8 @@ MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2", "Kimi-K3", "Kimi-K3's 
 STOCK_BACKENDS = ("fa3", "fa3, pages of 64", "flashinfer", "flashmla")
 TRIED = re.compile("--(hybrid-mla-mixed-tokens|tokenizer-worker-num|cuda-graph-backend-prefill)")
 """Flags of records that show what a setting does, and that no other backend is compared with."""
-HELD = {None: "alone", "off": "alone", "peers": "sharded by stores"}
-"""Ways to hold a prompt by `--hybrid-mla-prefix-sharding`; `auto` was NCCL's in the records there are."""
+HELD = {"off": "alone", "nccl": "sharded by NCCL", "peers": "sharded by stores"}
+"""Ways to hold a prompt, by `predictions.sharding`."""
 
 
 class Case(NamedTuple):
@@ -145,7 +146,7 @@ def held(record: Record) -> str:
     if record["impl"] != OURS:
         return str(record["impl"]).removeprefix("sglang_")
     flags = named(record)
-    how = f"{HELD.get(flags.hybrid_mla_prefix_sharding, 'sharded by NCCL')}, {named_memory(record) or 0:g} GiB"
+    how = f"{HELD[sharding(record)]}, {named_memory(record) or 0:g} GiB"
     how += ", FP8" if flags.hybrid_mla_prefix_dtype == "fp8_e4m3" else ""
     how += ", prefill expands for itself" if transient_tokens(record) else ""
     mixed = record["bench"] == "short" and record["hybrid_mla"]["counters"].get("prefills_mixed")
