@@ -79,7 +79,7 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
 
 
 def sharding(record: Mapping[str, Any]) -> str:
-    """Return how ranks sharded prefixes: off, nccl or peers. Before `SHARDS_SINCE`, off was the default and auto NCCL."""
+    """Return how ranks sharded prefixes: off, nccl or peers. Off was the default before `SHARDS_SINCE`, auto NCCL."""
     how = named(record).hybrid_mla_prefix_sharding
     if record["date"] < SHARDS_SINCE:
         return {None: "off", "auto": "nccl"}.get(how, how)

@@ -93,7 +93,7 @@ def test_a_server_that_asks_loads_little():
 
 @pytest.mark.parametrize(
     ("most", "coming", "waiting", "expected"),
-    [(512, 0, 10, 128), (512, 205, 10, 320), (512, 100, 1300, 384), (512, 600, 10, 512), (200, 600, 900, 200)],
+    [(512, 0, 10, 256), (512, 205, 10, 320), (512, 100, 1300, 384), (512, 600, 10, 512), (200, 600, 900, 200)],
 )
 def test_ranks_whose_steps_are_padded_to_the_largest(most: int, coming: float, waiting: float, expected: int) -> None:
     assert evened(most, coming, waiting) == expected

@@ -310,13 +310,13 @@ def test_a_rank_with_requests_of_its_own_takes_what_comes_in_the_mean() -> None:
         scheduler.waiting_queue = [request(10)]
         return scheduler.admission.new_tokens(scheduler, scheduler.running)
 
-    assert after(0, 0) == 128
+    assert after(0, 0) == 256
     assert after(600, 200) == 768
     scheduler.rule.reason = NotMixed.PASS_IS_FASTER
     assert after(900, 200) == 0 and after(0, 1) == 0, "passes come one after the other"
     scheduler.rule.reason, scheduler.admission._passes = None, 0
     assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 1024
-    assert after(0, 200) == 256, "a quarter of one request, which had 900 tokens before"
+    assert after(0, 200) == 256
 
 
 @pytest.mark.parametrize("evictable", [0, 30])
@@ -477,7 +477,7 @@ def test_after_a_refused_batch_that_was_cut_those_that_follow_are_not_cut(
         rank.step()
         assert rank.seen == [(False, CHUNK)] * 2
         rank.vote(rank.new, other_prefills=True)
-    assert rank.admission.new_tokens(rank, rank.running) == 128
+    assert rank.admission.new_tokens(rank, rank.running) == 256
 
 
 def test_a_decode_step_that_sglang_runs_as_a_prefill_is_by_absorb() -> None:
