@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from sglang_mla_ext.prefix.sharded.names import Name
 from sglang_mla_ext.prefix.sharded.report import Report
@@ -66,6 +67,11 @@ class Agreement:
         """
         rows = [count for report in self.reports for count in report.rows]
         return None if all(count == query_tokens for count in rows) else Rows.of(rows)
+
+    def first_rows(self, each: int) -> list[int]:
+        """Return the first row of each request of all ranks, of which rank r has `[r * each, (r + 1) * each)`."""
+        of_ranks = (zip(accumulate(rows.lens, initial=0), rows.lens, strict=False) for rows in self.rows)
+        return [rank * each + first for rank, firsts in enumerate(of_ranks) for first, _ in firsts]
 
     def requests_of(self, rank: int) -> range:
         """Return a rank's requests among those of all."""

@@ -42,14 +42,14 @@ class ShardedPlan:
             rank: this one.
         """
         mine = agreement.requests_of(rank)
+        first_rows, rows_of_all = agreement.first_rows(each), agreement.rows_of_all(1)
+        counts = None if rows_of_all is None else rows_of_all.lens
         of_all, of_mine, own = [], [], []
         for index, segment in enumerate(planned.plan.segments):
-            rows: list[int] = []
-            for of, of_rank in enumerate(agreement.rows):
-                requests = agreement.requests_of(of)
-                for request in segment.rows:
-                    if request in requests:
-                        rows += (of * each + row for row in of_rank.of_request(request - requests.start))
+            rows = [first_rows[request] for request in segment.rows]
+            if counts is not None:
+                several = zip(rows, (counts[request] for request in segment.rows), strict=True)
+                rows = [row + at for row, count in several for at in range(count)]
             of_all.append(Segment(tuple(rows), segment.start, segment.end, segment.mode, segment.chunks))
             if holders := tuple(request - mine.start for request in segment.rows if request in mine):
                 of_mine.append(Segment(holders, segment.start, segment.end, segment.mode, segment.chunks))
