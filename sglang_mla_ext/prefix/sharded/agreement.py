@@ -41,13 +41,13 @@ class Agreement:
             above: list[int] = []  # of each name: its place here, or that of the last one above it that has one
             for name, parent in zip(report.names, report.parents, strict=True):
                 at = above[parent] if parent >= 0 else -1
-                whole = parent < 0 or (at >= 0 and names[at] == report.names[parent])  # nothing is left out above it
-                if whole and name in had:
-                    if name not in places:
-                        places[name] = len(names)
-                        names.append(name)
-                        parents.append(at)
-                        ends.append((ends[at] if at >= 0 else 0) + chunk)
+                if (known := places.get(name)) is not None:  # with all above it: a name stands for a path
+                    at = known
+                elif name in had and (parent < 0 or (at >= 0 and names[at] == report.names[parent])):
+                    places[name] = len(names)
+                    names.append(name)
+                    parents.append(at)
+                    ends.append((ends[at] if at >= 0 else 0) + chunk)
                     at = places[name]
                 above.append(at)
             deepest += [above[place] if place >= 0 else -1 for place in report.deepest]
