@@ -74,8 +74,7 @@ class Collectives:
 
     def _results(self, buffer: Tensor, each: int) -> Tensor:
         """Return `[R, each, H / R, dv + LSE_COLUMNS]`, the beginning of a buffer."""
-        sizes, width = self._sizes, self._sizes.dv + LSE_COLUMNS
-        return buffer[: each * sizes.heads * width].view(sizes.ranks, each, sizes.own_heads, width)
+        return self._sizes.by_rank(buffer, each, self._sizes.dv + LSE_COLUMNS)
 
     def _parts(self, results: Tensor) -> tuple[Tensor, Tensor]:
         """Return values `[.., dv]` and lse `[..]`, float32, of results."""

@@ -42,7 +42,10 @@ class ExchangeSizes:
 
     def queries(self, buffer: Tensor, each: int) -> Tensor:
         """Return `[R, each, H / R, nope + rope]`, the beginning of a buffer."""
-        width = self.nope + self.rope
+        return self.by_rank(buffer, each, self.nope + self.rope)
+
+    def by_rank(self, buffer: Tensor, each: int, width: int) -> Tensor:
+        """Return `[R, each, H / R, width]`, the beginning of a buffer."""
         return buffer[: each * self.heads * width].view(self.ranks, each, self.own_heads, width)
 
 
