@@ -55,9 +55,7 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     buffers = buffer_bytes(configurator, replace(options, prefill_expand_tokens=0))
     default = default_bytes(available, buffers, token, beside, always=options.mode == "naive")
     if not default:
-        asked = HybridMLAOptions.from_env().prefix_sharding  # ranks that do not reach each other have another
-        could_shard = asked == "off" and not server.ranks.sharding_obstacle
-        together = f"shard prefixes over ranks ({sharded_prefixes.FLAG} auto), " if could_shard else ""
+        shard = f"shard prefixes over ranks ({sharded_prefixes.FLAG} auto), "
         logger.warning(
             "hybrid_mla: no prefix stays expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d "
             "tokens of %.2f MiB, fewer than %d. Set --hybrid-mla-prefix-memory-gb, halve a token's size with "
@@ -68,7 +66,7 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
             tokens_held(available, buffers, token),
             token / (1 << 20),
             FEWEST_TOKENS,
-            together,
+            shard if server.ranks.sharding_turned_off else "",
         )
     return replace(options, prefix_memory_gb=default / GIB)
 

@@ -11,7 +11,6 @@ from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
-from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.reasons import Fallback
 
@@ -58,8 +57,7 @@ def log_memory_report(context: Context, buffers: ExpandedBuffers) -> None:
         return
     token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), server.options.dp_routing == "prefix"
     sizes = buffers.bytes, token_bytes, buffers.heads, layers, buffers.dtype.itemsize
-    may_shard = server.ranks.sharding_obstacle is None and HybridMLAOptions.from_env().prefix_sharding == "off"
-    found = PrefixMemoryReport(*sizes, routes, server.ranks.sharding, may_shard)
+    found = PrefixMemoryReport(*sizes, routes, server.ranks.sharding, server.ranks.sharding_turned_off)
     logger.log(logging.INFO if found.tokens == PROMPT_TOKENS else logging.WARNING, "hybrid_mla: %s", found)
 
 

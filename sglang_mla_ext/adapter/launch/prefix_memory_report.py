@@ -24,7 +24,7 @@ class PrefixMemoryReport(NamedTuple):
         heads: of expanded prefixes.
         element_bytes: of expanded prefixes, 2 or 1.
         routes: whether requests are sent to ranks by their prefixes.
-        ranks: that hold expanded prefixes together; may_shard: whether all could, if they do not.
+        ranks: over which expanded prefixes are sharded; turned_off: whether the user turned that off.
     """
 
     budget_bytes: int
@@ -34,7 +34,7 @@ class PrefixMemoryReport(NamedTuple):
     element_bytes: int
     routes: bool
     ranks: int = 1
-    may_shard: bool = False
+    turned_off: bool = False
 
     @property
     def tokens(self) -> int:
@@ -54,7 +54,7 @@ class PrefixMemoryReport(NamedTuple):
         ways = {
             "--hybrid-mla-prefix-dtype fp8_e4m3 (half the size)": self.element_bytes == 2,
             "--hybrid-mla-dp-routing prefix (one prompt, one rank)": not self.routes and self.ranks == 1,
-            f"{sharded_prefixes.FLAG} auto (one copy for all ranks)": self.ranks == 1 and self.may_shard,
+            f"{sharded_prefixes.FLAG} auto (one copy for all ranks)": self.ranks == 1 and self.turned_off,
             "no --enable-dp-attention (heads divided among ranks)": True,
         }
         more = "; ".join(way for way, helps in ways.items() if helps)
@@ -101,6 +101,4 @@ def predicted(server: Server) -> PrefixMemoryReport | None:
     else:
         budget = default_bytes(kv_bytes, 0, token_bytes, always=options.mode == "naive")
     sizes = of.cost.expanded_heads, of.dims.num_layers, of.expanded_element_bytes
-    return PrefixMemoryReport(
-        budget, token_bytes, *sizes, routes, of.cost.ranks, server.ranks.sharding_obstacle is None
-    )
+    return PrefixMemoryReport(budget, token_bytes, *sizes, routes, of.cost.ranks, server.ranks.sharding_turned_off)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
+from sglang_mla_ext.options import HybridMLAOptions
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
-
-    from sglang_mla_ext.options import HybridMLAOptions
 
 FLAG = "--hybrid-mla-prefix-sharding"
 
@@ -74,6 +73,12 @@ class Ranks:
         if self.dp == 1 or self._better_apart or not self.options.may_expand or not on_gpu(self.args):
             return None
         return f"Each rank expands prefixes for itself, because of {obstacle}."
+
+    @property
+    def sharding_turned_off(self) -> bool:
+        """Return whether ranks would shard prefixes by default, but the user turned it off."""
+        asked = HybridMLAOptions.from_env().prefix_sharding  # `options` have "off" also where ranks are out of reach
+        return asked == "off" and self.sharding_obstacle is None and not self._better_apart
 
     @property
     def _better_apart(self) -> bool:

@@ -61,6 +61,9 @@ def test_with_dp_attention_the_log_says_how_far_the_memory_reaches(
     monkeypatch.setattr(sharded_prefixes, "on_gpu", lambda args: True)
     monkeypatch.setenv("SGLANG_HYBRID_MLA_PREFIX_SHARDING", "off")
     world.make("gpu", prefix_sharding="off")
+    assert "--hybrid-mla-prefix-sharding" not in caplog.text  # with few heads it does nothing
+    monkeypatch.setattr(sharded_prefixes, "STACKED_HEADS", ())
+    world.make("gpu", prefix_sharding="off")
     assert "--hybrid-mla-prefix-sharding auto (one copy for all ranks)" in caplog.text
     chunks = pool_of(world).num_chunks
     assert f"hold {chunks * CHUNK_TOKENS:,} of a prompt's" in caplog.text and f"{HEADS} heads" in caplog.text

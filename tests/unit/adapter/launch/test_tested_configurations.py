@@ -52,8 +52,8 @@ def test_what_helps_is_what_is_not_done_yet() -> None:
         "3.0 GiB hold 804 of" in str(report) and "all take 98.8 GiB" in str(report) and "fp8_e4m3 (half" in str(report)
     )
     assert "--hybrid-mla-prefix-sharding" not in str(report)
-    assert "--hybrid-mla-prefix-sharding auto (one copy for all ranks)" in str(report._replace(may_shard=True))
-    assert "--hybrid-mla-prefix-sharding" not in str(report._replace(may_shard=True, ranks=8, heads=16))
+    assert "--hybrid-mla-prefix-sharding auto (one copy for all ranks)" in str(report._replace(turned_off=True))
+    assert "--hybrid-mla-prefix-sharding" not in str(report._replace(turned_off=True, ranks=8, heads=16))
     better = str(report._replace(element_bytes=1, routes=True))
     assert "To hold more: no --enable-dp-attention" in better
     enough = report._replace(budget_bytes=99 << 30)
