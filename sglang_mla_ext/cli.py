@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -180,7 +179,7 @@ def plan(
         sizes = tp, dp, draft_tokens, latent, expanded
         of = Deployment(config, Gpu.named(gpu), *sizes, dtype, prefix_sharding or False)
         if prefix_sharding is None:
-            of = replace(of, prefix_sharding=of.shards_by_default)
+            of = of.with_default_sharding()
         of = asked.with_transient_expansion(of)
         found = report.report(of, asked)
         found["recommendation"] = advice.recommend(of, asked)

@@ -189,8 +189,7 @@ def _alternatives(best: Choice) -> Iterator[str]:
     if of.tp > 1 and asked.step_ms is None:
         dp = 1 if of.dp > 1 else of.tp
         try:
-            divided = replace(of, dp=dp, prefix_sharding=False)
-            divided = replace(divided, prefix_sharding=divided.shards_by_default)
+            divided = replace(of, dp=dp, prefix_sharding=False).with_default_sharding()
             other = _best(asked.with_transient_expansion(divided), asked)
         except ValueError:  # heads do not divide so
             return

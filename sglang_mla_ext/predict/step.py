@@ -103,6 +103,10 @@ class Deployment:
         few_heads = rows_per_tile(self.dims.num_heads) is not None  # grouped absorb shares without an exchange
         return may_shard(self.tp, self.dp, self.dims.num_heads) and self.tp <= GPUS_OF_A_HOST and not few_heads
 
+    def with_default_sharding(self) -> Deployment:
+        """Return this deployment with prefixes sharded where a server shards them by default, and nowhere else."""
+        return dataclasses.replace(self, prefix_sharding=self.shards_by_default)
+
     @cached_property
     def dims(self) -> ModelDims:
         dims = ModelDims.from_config(self.config)
