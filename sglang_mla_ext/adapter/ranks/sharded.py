@@ -132,7 +132,7 @@ class ShardedSteps:
         self._differed = 0  # votes one after the other in which plans did
         self._graphs: Sequence[int] | None = None
         self._first_pass_s: float | None = None
-        self._is_unused = True
+        self._watches_use = True  # until something was shared, or the log says that nothing was
 
     def begin(self, runner: ModelRunner) -> None:
         """Read the sizes of the decode graphs, once SGLang has captured them, and check that all ranks have the
@@ -181,24 +181,22 @@ class ShardedSteps:
         if reason is not None:
             self._counters.not_sharded[reason.code] += 1
         self._member.begin(self._plan)
-        if self._is_unused:
+        if self._watches_use:
             self._watch_use()
 
     def _watch_use(self) -> None:
         """Log once how to have the memory back, if no step has shared anything for long."""
         now = time.monotonic()
         self._first_pass_s = self._first_pass_s or now
-        if self.shared_plan() is not None:
-            self._is_unused = False
-        elif now - self._first_pass_s > UNUSED_S:
-            self._is_unused = False
-            if self._member.rank == 0:
-                logger.info(
-                    "hybrid_mla: no step has shared a prefix in the first %d minutes with requests. If that is how "
-                    "this server is used, --hybrid-mla-prefix-memory-gb 0 gives the memory for expanded prefixes back "
-                    "to the KV cache.",
-                    UNUSED_S // 60,
-                )
+        was_used, is_late = self.shared_plan() is not None, now - self._first_pass_s > UNUSED_S
+        self._watches_use = not (was_used or is_late)
+        if is_late and not was_used and self._member.rank == 0:
+            logger.info(
+                "hybrid_mla: no step has shared a prefix in the first %d minutes with requests. If that is how this "
+                "server is used, --hybrid-mla-prefix-memory-gb 0 gives the memory for expanded prefixes back to the "
+                "KV cache.",
+                UNUSED_S // 60,
+            )
 
     def shared_plan(self) -> ShardedPlan | None:
         """Return the plan of the pass that begins; None if it shares nothing."""
