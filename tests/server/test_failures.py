@@ -37,7 +37,7 @@ def test_failures_under_running_chats(stock: Reference, failing: Server, fail: F
     ask_until_all_have_failed()
 
     counters = failing.info()["counters"]
-    # Which pass first needs what fails in a layer depends on the passes that the chats come into.
+    # A failure in a layer is counted by the kind of pass that meets it first, which depends on timing.
     in_a_layer = ("attention", "prefill_attention", "merge", "prefill_in_graph")
     assert sum(counters["fallbacks"].get(reason, 0) for reason in in_a_layer) == 4, counters["fallbacks"]
     assert {reason: times for reason, times in counters["fallbacks"].items() if reason not in in_a_layer} == {

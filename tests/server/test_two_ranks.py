@@ -146,7 +146,7 @@ def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_att
 @pytest.mark.skipif(ON_GPU, reason="a server that is no fork has nothing of the tests in it")
 def test_a_changed_plan_on_one_rank_is_shared_by_none(stock: Reference, dp_attention: Server, fail: Fail) -> None:
     """Nobody waits for it, answers stay the same, and the ranks share again."""
-    # Six of eight have the same prompt, so that it is on both ranks in whatever order requests arrive.
+    # Six of eight requests have the same prompt, so it reaches both ranks in any order of requests.
     chats = [Chat((SYSTEM, SYSTEM, OTHER_SYSTEM)[i % 3], question(i), max_tokens=16 + 4 * i) for i in range(8)]
     expected = stock.asking(*chats)
     dp_attention.ask(*chats)
@@ -164,9 +164,9 @@ def test_a_changed_plan_on_one_rank_is_shared_by_none(stock: Reference, dp_atten
 
 
 def check_mixed(stock: Reference, server: Server) -> None:
-    """Requests arrive at ranks with running ones, which decode in the same steps. Beside them come prompts that no step
-    takes along: a rank that has one prefills, and what the other one has mixed then runs as a prefill. SGLang 0.5.17
-    mixes nothing there. Which of them meet, only the machine's speed says."""
+    """Check answers and counters while new requests join steps of running ones. Further prompts, which are never mixed,
+    make one rank prefill, and then the mixed batch of the other runs as a prefill. SGLang 0.5.17 mixes nothing there.
+    Timing decides which of these meet, so the load is repeated until all have."""
 
     def prefill_now_and_then(seed: int) -> None:
         until = time.monotonic() + SECONDS
@@ -245,7 +245,7 @@ def test_nodes_with_other_options_stop(servers: ServerPool, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_ranks_wait_for_one_that_stops_for_a_second(stock: Reference, dp_attention: Server) -> None:
-    """With one prompt, which is on both ranks in whatever order requests arrive; of two, each may have come to one."""
+    """Use one prompt, which reaches both ranks in any order of requests; of two prompts each rank might get one."""
     chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(8)]
     expected, before = stock.asking(*chats), dp_attention.counters()
     answers = in_thread(dp_attention.ask, *chats)

@@ -137,8 +137,8 @@ def scenario_a_draft_or_a_server_without_mixed_steps_takes_what_sglang_gives() -
 
 
 def scenario_a_rank_whose_new_tokens_are_rows_votes_as_one_that_decodes() -> None:
-    """Where nobody prefills it decodes, and otherwise its pass is the extend that it was, with running requests in it,
-    too. Without prefill graphs it mixes none with them."""
+    """The pass is a decode step if no rank prefills, and otherwise SGLang's extend, also with running requests in the
+    batch. Without prefill graphs running requests are not mixed."""
     from sglang.srt.managers.scheduler_components import dp_attn
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 

@@ -73,7 +73,7 @@ def test_a_release_between_those_that_were_tested(found: dict[str, Any]) -> None
 
 
 def test_that_decode_gains_nothing_with_dp_attention(found: dict[str, Any]) -> None:
-    """Where prefixes are not sharded; not where ranks have few heads."""
+    """Report it only if prefixes are not sharded and ranks have many heads."""
     cases = ("DP attention, not sharded", "DP attention, few heads", "DP attention", "")
     assert [found[name]["outcome"] for name in cases] == ["works"] * 4
     caveats = [found[name]["caveat"] for name in cases]

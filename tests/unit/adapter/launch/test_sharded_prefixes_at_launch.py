@@ -70,7 +70,7 @@ def server_args(**changes: Any) -> Any:
 def test_where_prefixes_are_sharded(
     changes: dict[str, Any], given: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a flag, too. What the user has chosen otherwise, or could not choose, is not said."""
+    """Shard with and without a flag. Warn of an obstacle only if the user did not choose it and could remove it."""
     args, by_itself = server_args(**changes), "prefix_sharding" not in given
     assert test_limits.server(args, **given | {"prefix_sharding": "off"}).ranks.sharding == 1
     assert test_limits.server(args, **given).ranks.sharding == (8 if reason is None else 1)
@@ -106,7 +106,7 @@ def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
 def test_ranks_that_do_not_reach_each_other_hold_their_own_prefixes(
     how: str, mine: bool, others: bool, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All of them, if one does not; what the user names is not looked into."""
+    """Turn sharding off on all ranks if one reaches no other. A way that the user names is not checked."""
 
     def mailbox(*args: object) -> None:
         if not mine:
@@ -221,7 +221,7 @@ def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
 
 
 def test_in_a_mixed_batch_running_requests_share_all_of_their_prompts() -> None:
-    """And new ones as much as is cached of theirs."""
+    """New requests share as much of theirs as is cached."""
     rank = Rank(graphs=[1, 2, 8])
     reqs = [request(600), request(600)]
     for _ in range(3):
@@ -259,7 +259,7 @@ def test_a_prompt_is_named_once_whatever_batches_its_request_is_in(monkeypatch: 
 def test_after_ten_minutes_without_a_shared_step_the_log_says_how_to_have_the_memory_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, minutes in which ranks have requests; not where something was shared before."""
+    """Log it once, counting time with requests alone, and never after a shared step."""
     now = [1000.0]
     monkeypatch.setattr(sharded.time, "monotonic", lambda: now[0])
     caplog.set_level("INFO")

@@ -21,7 +21,7 @@ PAGE, CHUNK = 64, 4096
 
 
 class Mode(Enum):
-    """SGLang's ForwardMode, as far as it is read."""
+    """Stub of SGLang's ForwardMode."""
 
     EXTEND, DECODE, MIXED = 1, 2, 3
 
@@ -298,7 +298,7 @@ def test_where_too_much_waits_it_has_a_pass_of_its_own() -> None:
 
 
 def test_a_rank_with_requests_of_its_own_takes_what_comes_in_the_mean() -> None:
-    """Passes count, too, and iterations without a new batch as none."""
+    """The mean includes prefill passes, and iterations without a new batch as zero tokens."""
     scheduler = Scheduler(Rule(tokens=1024, most_rows=2048))
     assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 1024
     scheduler.admission.votes = True
@@ -394,7 +394,7 @@ class Voter(Scheduler):
         self.said: Any = None
 
     def vote(self, batch: Any, *, other_prefills: bool, graphs: bool = True) -> Pass | None:
-        """The pass of a batch, after the vote."""
+        """Return the pass of a batch, after the vote."""
         self.admission.sync(self._exchange, batch, disable_cuda_graph=not graphs, other_prefills=other_prefills)
         return None if batch is None else self.choose(batch)
 
@@ -415,7 +415,7 @@ class Voter(Scheduler):
 
 
 def test_where_prefill_has_no_graphs_ranks_that_vote_mix_nothing_with_running_requests() -> None:
-    """A batch that was refused would expand the whole history of each running request."""
+    """Mixing needs prefill graphs: without, a refused batch would expand each running request's whole history."""
     for rows, mixes in ((300, True), (0, False)):
         rule = Rule()
         rule.mixed_rows = rows
@@ -429,7 +429,7 @@ def test_where_prefill_has_no_graphs_ranks_that_vote_mix_nothing_with_running_re
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_mixed_batch_is_a_decode_step_where_nobody_prefills(graphs: bool) -> None:
-    """Who has it says that it decodes; and of a batch that nobody agreed on, that it is none."""
+    """Its rank reports a decode step. An agreement holds for one pass: the same batch is a prefill afterwards."""
     rank = Voter()
     new, _ = rank.step()
     assert (chosen := rank.vote(new, other_prefills=False, graphs=graphs)) is not None
@@ -441,7 +441,7 @@ def test_a_mixed_batch_is_a_decode_step_where_nobody_prefills(graphs: bool) -> N
 
 
 def test_a_mixed_batch_that_is_refused_is_a_prefill_by_absorb() -> None:
-    """In a graph or not, which SGLang decides later."""
+    """It absorbs with or without a graph, which SGLang decides later."""
     rank = Voter()
     new, left = rank.step()
     assert (chosen := rank.vote(new, other_prefills=True)) is not None and not left.reqs
@@ -465,7 +465,7 @@ def test_a_mixed_batch_that_is_refused_is_a_prefill_by_absorb() -> None:
 def test_after_a_refused_batch_that_was_cut_those_that_follow_are_not_cut(
     changes: Callable[[Scheduler], None], stops: bool
 ) -> None:
-    """One that took all that waited is not made larger by a pass of its own, for which running requests would wait."""
+    """A batch that took all waiting tokens would be no larger in a prefill pass, so mixing goes on."""
     rank = Voter()
     new, _ = rank.step()
     changes(rank)
@@ -481,7 +481,7 @@ def test_after_a_refused_batch_that_was_cut_those_that_follow_are_not_cut(
 
 
 def test_a_decode_step_that_sglang_runs_as_a_prefill_is_by_absorb() -> None:
-    """On a rank that decodes beside one that prefills, SGLang makes it an extend of one token a request."""
+    """SGLang makes it an extend of one token per request while another rank prefills."""
     rank = Voter()
     rank.running.forward_mode = Mode.DECODE
     assert (chosen := rank.vote(rank.running, other_prefills=True)) is not None

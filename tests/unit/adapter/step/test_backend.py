@@ -171,7 +171,7 @@ def test_rows_that_sglang_pads_to_prefill_are_counted(make_world: Any, planned_a
 
 @pytest.mark.parametrize("decoding", [2, 0])
 def test_rows_of_running_requests_in_a_prefill_are_counted(make_world: Any, decoding: int) -> None:
-    """Of a mixed batch that another rank refused, and of a decode step that SGLang runs as an extend."""
+    """Count rows of a mixed batch that another rank refused, and of a decode step that SGLang runs as an extend."""
     world = make_world()
     backend = world.make("gpu")
     batch = world.batch(sharing(world)[:3], EXTEND)

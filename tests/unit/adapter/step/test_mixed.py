@@ -192,7 +192,7 @@ def test_more_rows_than_there_is_a_graph_for_are_not_mixed() -> None:
 
 
 def test_where_ranks_vote_a_batch_with_running_requests_fits_a_prefill_pass_too() -> None:
-    """Which it is where another rank prefills; new tokens alone are an extend as any other then."""
+    """A batch becomes a prefill pass if another rank prefills; without running requests any prefill pass holds it."""
     runner = SimpleNamespace(decode_cuda_graph_runner=None)
     for prefill_rows, room in ((0, 0), (200, 200), (1000, 300)):
         rule = make(prefill_rows=prefill_rows)

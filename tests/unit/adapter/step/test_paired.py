@@ -203,7 +203,7 @@ class Scheduler:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_running_requests_run_first_and_new_ones_are_processed_first(overlap: bool) -> None:
-    """With overlap, the iteration before is processed once this one's running requests are launched, and only once."""
+    """Results are processed once: with overlap, after the next iteration's running requests are launched."""
     scheduler = Scheduler(overlap=overlap)
     batches = [Scheduler.batch_of(name, 1) for name in ("first", "second", "third")]
     of_first = [("first", "first"), ("running", "running")]

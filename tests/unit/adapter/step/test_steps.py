@@ -238,8 +238,8 @@ def test_a_mixed_pass_is_a_decode_step_of_its_rows() -> None:
 
 @pytest.mark.parametrize("new", [3, 0])
 def test_a_prefill_with_running_requests_expands_for_new_ones_alone(new: int) -> None:
-    """As a mixed batch does that another rank refused, or a step that SGLang runs as a prefill. Who runs may be told
-    twice: it shares nothing with itself."""
+    """Such passes are refused mixed batches, and decode steps that SGLang runs as a prefill. A running request is in
+    the batch and among the running ones, and shares nothing with itself."""
     asked: list[Any] = []
     transient = SimpleNamespace(plan=lambda reqs, lens, *args, **kwargs: asked.append(lens))
     prefill = PrefillSharing(
