@@ -81,20 +81,18 @@ def differences_of(truth: dict, found: dict[str, dict]) -> dict[str, list[float]
     return apart
 
 
-def test_log_probabilities_match_those_of_prompts_computed_whole(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probabilities_match_those_of_prompts_computed_whole(model: Path, tmp_path: Path) -> None:
     """In every mode there is. FlashInfer without a prefix cache shows what BF16 rounding does to the truth."""
     few_heads = json.loads((model / "config.json").read_text())["num_attention_heads"] == 16
-    truth = answers(model, tmp_path / "truth", "flashmla", disable_radix_cache=True)
-    found = {
-        "flashinfer, uncached": answers(model, tmp_path / "flashinfer", "flashinfer", disable_radix_cache=True),
-        "flashmla": answers(model, tmp_path / "flashmla", "flashmla"),
-    }
     modes = ["naive", "auto", *(["grouped_absorb"] if few_heads else [])]
-    for mode in modes:
-        monkeypatch.setenv("SGLANG_HYBRID_MLA_MODE", mode)
-        found[mode] = answers(model, tmp_path / mode, "hybrid_mla")
+    engines: dict[str, dict[str, Any]] = {
+        "truth": dict(backend="flashmla", disable_radix_cache=True),
+        "flashinfer, uncached": dict(backend="flashinfer", disable_radix_cache=True),
+        "flashmla": dict(backend="flashmla"),
+        **{mode: dict(backend="hybrid_mla", env={"SGLANG_HYBRID_MLA_MODE": mode}) for mode in modes},
+    }
+    found = all_answers(model, tmp_path, engines)
+    truth = found.pop("truth")
 
     apart = differences_of(truth, found)
     # The random model is not smooth: twice the rounding of two stock backends is allowed.
@@ -191,24 +189,26 @@ def test_three_levels(model: Path, tmp_path: Path) -> None:
         assert mean(ours) < (1.1 if name == "FP8 prefix" else 2) * mean(stock) + 1e-3
 
 
-def test_an_fp8_cache_is_no_worse_than_sglangs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fp8_cache_is_no_worse_than_sglangs(model: Path, tmp_path: Path) -> None:
     """In decoding and with prefix reuse; then in a cache that holds less than the requests need, with prompts in chunks
     and requests taken back. SGLang's FP8 cache has one scale and rounds rotary keys, too. Nor is a prefix in FP8 beside
     a cache in BF16."""
     fp8: dict[str, Any] = dict(kv_cache_dtype="fp8_e4m3")
     cramped = fp8 | dict(max_total_tokens=(PREFIX // 64 + 2) * 64 + BATCH * 192, chunked_prefill_size=2048)
-    monkeypatch.setenv("SGLANG_HYBRID_MLA_MODE", "naive")
-    truth = answers(model, tmp_path / "truth", "flashmla", disable_radix_cache=True)
-    found = {
-        "flashmla, FP8 cache": answers(model, tmp_path / "stock", "flashmla", **fp8, disable_radix_cache=True),
-        "hybrid_mla, FP8 cache": answers(model, tmp_path / "hybrid", "hybrid_mla", **fp8),
-    }
-    with monkeypatch.context() as patched:
-        patched.setenv("SGLANG_HYBRID_MLA_PREFIX_DTYPE", "fp8_e4m3")
-        found["hybrid_mla, FP8 prefix"] = answers(model, tmp_path / "prefix", "hybrid_mla")
+    naive = {"SGLANG_HYBRID_MLA_MODE": "naive"}
     # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
-    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
-    found["hybrid_mla, FP8 cache, cramped"] = answers(model, tmp_path / "cramped", "hybrid_mla", **cramped)
+    retracting = naive | {"SGLANG_TEST_RETRACT": "1"}
+    engines: dict[str, dict[str, Any]] = {
+        "truth": dict(backend="flashmla", disable_radix_cache=True),
+        "flashmla, FP8 cache": dict(backend="flashmla", disable_radix_cache=True, **fp8),
+        "hybrid_mla, FP8 cache": dict(backend="hybrid_mla", env=naive, **fp8),
+        "hybrid_mla, FP8 prefix": dict(
+            backend="hybrid_mla", env=naive | {"SGLANG_HYBRID_MLA_PREFIX_DTYPE": "fp8_e4m3"}
+        ),
+        "hybrid_mla, FP8 cache, cramped": dict(backend="hybrid_mla", env=retracting, **cramped),
+    }
+    found = all_answers(model, tmp_path, engines)
+    truth = found.pop("truth")
     assert found["hybrid_mla, FP8 cache, cramped"]["retractions"] > 0
     apart = differences_of(truth, found)
     stock = apart.pop("flashmla, FP8 cache")
