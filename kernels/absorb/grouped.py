@@ -273,10 +273,7 @@ class GroupedAbsorb(ABC):
 
 
 class HopperGroupedAbsorb(GroupedAbsorb):
-    """Over BF16 latent pages `[pages, 64, 1, kv_lora_rank + qk_rope_head_dim]`: tails and segments in one launch.
-
-    The kernel reads whole queries; parts that do not already lie side by side in one tensor are copied to one.
-    """
+    """Over BF16 latent pages `[pages, 64, 1, kv_lora_rank + qk_rope_head_dim]`: tails and segments in one launch."""
 
     def __init__(self, **sizes: Any) -> None:
         """Args: as of `GroupedAbsorb`."""
@@ -285,7 +282,8 @@ class HopperGroupedAbsorb(GroupedAbsorb):
 
     def _attend(self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, softmax_scale: float) -> None:
         sm90_bf16_absorb.run(
-            whole_query(q_absorbed, q_rope),
+            q_absorbed,
+            q_rope,
             cache,
             self._work,
             self._table,
@@ -294,17 +292,3 @@ class HopperGroupedAbsorb(GroupedAbsorb):
             self._partial_lse2,
             softmax_scale=softmax_scale,
         )
-
-
-def whole_query(q_absorbed: Tensor, q_rope: Tensor) -> Tensor:
-    """`[T, H, r + dr]`, contiguous, of `q_absorbed [T, H, r]` and `q_rope [T, H, dr]`: the tensor of which both are
-    parts, or else a new one."""
-    tokens, heads, rank = q_absorbed.shape
-    columns = rank + q_rope.shape[-1]
-    strides = (heads * columns, columns, 1)
-    behind = q_absorbed.data_ptr() + rank * q_absorbed.element_size()
-    if q_absorbed.stride() == q_rope.stride() == strides and q_rope.data_ptr() == behind:
-        return q_absorbed.as_strided((tokens, heads, columns), strides)
-    whole = q_absorbed.new_empty(tokens, heads, columns)
-    join_parts(q_absorbed, q_rope, whole)
-    return whole

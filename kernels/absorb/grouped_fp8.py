@@ -24,7 +24,7 @@ class HopperGroupedAbsorbFP8(GroupedAbsorb):
     rows, and tails, each of the heads of one request. Their partials lie in the same tensors: one merge takes both.
 
     Queries are rounded by the kernels, which read BF16: one of another dtype, or whose layout TMA cannot read, is
-    copied first (sm90_parts/fp8_query.for_tma).
+    copied first (sm90_parts/query.for_tma).
     """
 
     def __init__(self, *, tail_kernel: HopperKernel, **sizes: Any) -> None:

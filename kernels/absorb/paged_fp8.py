@@ -143,7 +143,7 @@ class AbsorbFP8(ABC):
         Args:
             q_absorbed: `[T, H, r]`, `q_nope` times `w_kc`; q_rope: `[T, H, dr]`; BF16 or float32, any strides. The
                 Hopper kernels read BF16: a query of another dtype, or whose layout TMA cannot read, is copied first
-                (sm90_parts/fp8_query.for_tma). The query tokens of a request follow each other, and the last of them
+                (sm90_parts/query.for_tma). The query tokens of a request follow each other, and the last of them
                 sees all keys.
             pool: uint8 `[slots, row_bytes]`, see latent_rows.LatentRowLayout.
             page_table: int32 `[requests, pages]`, last axis contiguous: page p of it holds tokens p · page_size and up

@@ -13,7 +13,8 @@ program runs on each multiprocessor, with five roles:
 | keys | 1 | copies blocks of 64 keys (TMA) to a ring of quarters of 128 columns, rotary columns to a ring of two |
 | queries | 1 | copies the part of the query that stays in shared memory |
 
-Three quarters of the content query stay in registers of the score role. That leaves shared memory for more than two
+Queries are read in two parts, absorbed content and rotary columns, where SGLang has them. Three quarters of the content
+query stay in registers of the score role. That leaves shared memory for more than two
 blocks of keys, and saves its bandwidth, which is what limits scores of 64 x 64. They reach the registers through the
 ring, in front of the item's first block.
 
@@ -34,14 +35,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..constants import LOG2E
-from .items import ITEM_PAGE, ITEM_ROWS, ITEM_STRIP, NO_ROW
+from .items import ITEM_PAGE, ITEM_ROWS, ITEM_STRIP
 from .schedule import AbsorbCapacity
 from .sm90_parts.bf16_consumers import PART, REGISTER_PARTS, ROPE_STAGES, Shared, score, sum_values
+from .sm90_parts.query import QUERY_COLUMNS, copy_query, for_tma
 from .sm90_parts.work_items import BLOCK, LATENT, ROPE, ROWS, blocks_of, count_items, item_at
 
 SLOTS = gl.constexpr(11)  # quarters in the ring
 SHARED_PARTS = gl.constexpr(1)  # quarters of the query in shared memory
-TILE_COLUMNS = gl.constexpr(64)  # of the query, as TMA copies it: 128 bytes, one swizzle
 VALUE_REGISTERS = gl.constexpr(160)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -54,26 +55,16 @@ def supports(device: torch.device, dtype: torch.dtype, kv_lora_rank: int, qk_rop
 
 
 @gluon.jit
-def _copy_query_tile(desc, column, strips_ptr, n_rows, tiles, tile, barrier):
-    """`[64, 64]` of the item's rows from `column` on, one TMA a strip, to tile number `tile` of `tiles`."""
-    STRIP: gl.constexpr = desc.block_type.shape[0]
-    for s in gl.static_range(ROWS // STRIP):
-        in_item = s * STRIP < n_rows
-        row = gl.load(strips_ptr + s, mask=in_item, other=NO_ROW)
-        tma.async_copy_global_to_shared(desc, [row, column], barrier, tiles.index(tile * (ROWS // STRIP) + s))
-
-
-@gluon.jit
-def copy_keys(q_desc, content_desc, rope_desc, shared, work_ptr, page_table_ptr):
+def copy_keys(q_desc, content_desc, rope_desc, shared, work_ptr, page_table_ptr, HEADS: gl.constexpr):
     """Fill the ring: for every item with the quarters of its query that go to registers, and then with its blocks.
 
     One role does both, because a barrier only tells odd uses of a slot from even ones: whoever waits for a slot must
     see every use of it.
     """
-    STRIP: gl.constexpr = q_desc.block_type.shape[0]
-    STRIPS: gl.constexpr = ROWS // STRIP
-    LAYOUT: gl.constexpr = q_desc.layout
-    tiles = shared.ring._reinterpret(gl.bfloat16, [2 * SLOTS * STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
+    STRIP: gl.constexpr = q_desc.block_type.shape[1]
+    TILES: gl.constexpr = PART // QUERY_COLUMNS  # of a quarter
+    shape: gl.constexpr = [TILES * SLOTS * (ROWS // STRIP), 1, STRIP, QUERY_COLUMNS]
+    tiles = shared.ring._reinterpret(gl.bfloat16, shape, q_desc.layout)
     used = 0
     taken = 0
     for index in range(count_items(work_ptr)):
@@ -85,11 +76,10 @@ def copy_keys(q_desc, content_desc, rope_desc, shared, work_ptr, page_table_ptr)
         n_rows = gl.load(item_ptr + ITEM_ROWS)
         for part in gl.static_range(REGISTER_PARTS):
             slot = used % SLOTS
+            full = shared.full.index(slot)
             mbarrier.wait(shared.empty.index(slot), ((used // SLOTS) & 1) ^ 1)
-            mbarrier.expect(shared.full.index(slot), content_desc.block_type.nbytes)
-            for c in gl.static_range(2):
-                column = part * PART + c * TILE_COLUMNS
-                _copy_query_tile(q_desc, column, strips_ptr, n_rows, tiles, 2 * slot + c, shared.full.index(slot))
+            mbarrier.expect(full, content_desc.block_type.nbytes)
+            copy_query(q_desc, part * PART, tiles, TILES * slot, TILES, full, strips_ptr, n_rows, ROWS, HEADS)
             used += 1
         for back in range(n_blocks):
             row = page * BLOCK
@@ -110,32 +100,31 @@ def copy_keys(q_desc, content_desc, rope_desc, shared, work_ptr, page_table_ptr)
 
 
 @gluon.jit
-def copy_queries(q_desc, q_rope_desc, shared, work_ptr):
+def copy_queries(q_desc, q_rope_desc, shared, work_ptr, HEADS: gl.constexpr):
     """Copy the part of every item's query that stays in shared memory: the last quarter and the rotary columns."""
-    STRIP: gl.constexpr = q_desc.block_type.shape[0]
+    STRIP: gl.constexpr = q_desc.block_type.shape[1]
     STRIPS: gl.constexpr = ROWS // STRIP
-    LAYOUT: gl.constexpr = q_desc.layout
+    TILES: gl.constexpr = SHARED_PARTS * PART // QUERY_COLUMNS
     TILE_BYTES: gl.constexpr = q_desc.block_type.nbytes * STRIPS
-    q_tiles = shared.q_s._reinterpret(gl.bfloat16, [2 * SHARED_PARTS * STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
-    rope_tiles = shared.q_rope_s._reinterpret(gl.bfloat16, [STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
+    q_tiles = shared.q_s._reinterpret(gl.bfloat16, [TILES * STRIPS, 1, STRIP, QUERY_COLUMNS], q_desc.layout)
+    rope_tiles = shared.q_rope_s._reinterpret(gl.bfloat16, [STRIPS, 1, STRIP, QUERY_COLUMNS], q_rope_desc.layout)
     done = 0
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         strips_ptr = work_ptr + gl.load(item_ptr + ITEM_STRIP)
         n_rows = gl.load(item_ptr + ITEM_ROWS)
         mbarrier.wait(shared.q_empty, (done & 1) ^ 1)
-        mbarrier.expect(shared.q_full, (2 * SHARED_PARTS + 1) * TILE_BYTES)
-        _copy_query_tile(q_rope_desc, 0, strips_ptr, n_rows, rope_tiles, 0, shared.q_full)
-        for c in gl.static_range(2 * SHARED_PARTS):
-            column = REGISTER_PARTS * PART + c * TILE_COLUMNS
-            _copy_query_tile(q_desc, column, strips_ptr, n_rows, q_tiles, c, shared.q_full)
+        mbarrier.expect(shared.q_full, (TILES + 1) * TILE_BYTES)
+        copy_query(q_rope_desc, 0, rope_tiles, 0, 1, shared.q_full, strips_ptr, n_rows, ROWS, HEADS)
+        column: gl.constexpr = REGISTER_PARTS * PART
+        copy_query(q_desc, column, q_tiles, 0, TILES, shared.q_full, strips_ptr, n_rows, ROWS, HEADS)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
 def absorb_hopper_kernel(
-    q_desc,  # BF16 [T * H, 512], block [strip, 64]
-    q_rope_desc,  # BF16 [T * H, 64], block [strip, 64]
+    q_desc,  # BF16 [T, H, 512], block [1, strip, 64]
+    q_rope_desc,  # BF16 [T, H, 64], block [1, strip, 64]
     content_desc,  # BF16 [pages * 64, 576], block [64, 128]
     rope_desc,  # the same, block [64, 64]
     work_ptr,  # int32, see schedule.py
@@ -185,8 +174,8 @@ def absorb_hopper_kernel(
             (score, (shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS, QUERY_TOKENS)),
             (sum_values, (shared, partial_out_ptr, work_ptr, 0)),
             (sum_values, (shared, partial_out_ptr, work_ptr, 1)),
-            (copy_keys, (q_desc, content_desc, rope_desc, shared, work_ptr, page_table_ptr)),
-            (copy_queries, (q_desc, q_rope_desc, shared, work_ptr)),
+            (copy_keys, (q_desc, content_desc, rope_desc, shared, work_ptr, page_table_ptr, HEADS)),
+            (copy_queries, (q_desc, q_rope_desc, shared, work_ptr, HEADS)),
         ],
         [4, 4, 1, 1],
         [VALUE_REGISTERS, VALUE_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -198,7 +187,8 @@ def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def run(
-    q: Tensor,
+    q_absorbed: Tensor,
+    q_rope: Tensor,
     latent_pages: Tensor,
     work: Tensor,
     page_table: Tensor,
@@ -211,36 +201,40 @@ def run(
     """Launch the kernel.
 
     Args:
-        q: BF16 `[T, H, 576]`, content and then rotary.
+        q_absorbed: BF16 `[T, H, 512]`; q_rope: BF16 `[T, H, 64]`. Contiguous columns, strides and address at multiples
+            of 16 bytes; anything else is copied to such a tensor first.
         latent_pages: BF16 `[pages, 64, 1, 576]`; values behind an item's last key may be NaN.
         work: int32 `[capacity.size]`, see schedule.py; read on the device only.
         page_table: int32, indexed by the items as a flat array.
         partial_out: BF16 `[P, capacity.heads, 512]`, each normalised over its own keys; partial_lse2: float32
-            `[P, capacity.heads]`, base 2. Rows that no item names are not written. All tensors are contiguous.
+            `[P, capacity.heads]`, base 2. Rows that no item names are not written. All tensors but queries are
+            contiguous.
         softmax_scale: positive, because the running maximum is taken before it is applied.
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
     columns, partials = LATENT.value + ROPE.value, (capacity.max_partial_rows, capacity.heads)
     for name, tensor, shape, dtype in (
-        ("q", q, (len(q), capacity.query_heads, columns), torch.bfloat16),
+        ("q_absorbed", q_absorbed, (len(q_absorbed), capacity.query_heads, LATENT.value), torch.bfloat16),
+        ("q_rope", q_rope, (len(q_absorbed), capacity.query_heads, ROPE.value), torch.bfloat16),
         ("latent_pages", latent_pages, (len(latent_pages), BLOCK.value, 1, columns), torch.bfloat16),
         ("work", work, (capacity.size,), torch.int32),
         ("page_table", page_table, page_table.shape, torch.int32),
         ("partial_out", partial_out, (*partials, LATENT.value), torch.bfloat16),
         ("partial_lse2", partial_lse2, partials, torch.float32),
     ):
-        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        strided = not (tensor is q_absorbed or tensor is q_rope or tensor.is_contiguous())
+        if tensor.shape != shape or tensor.dtype != dtype or strided:
             raise ValueError(
                 f"{name} must be {dtype} {list(shape)} and contiguous, not {tensor.dtype} {list(tensor.shape)} with "
                 f"strides {tensor.stride()}"
             )
     if softmax_scale <= 0:
         raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
-    queries, keys = q.view(-1, columns), latent_pages.view(-1, columns)
+    keys, of_query = latent_pages.view(-1, columns), [1, capacity.strip_rows, QUERY_COLUMNS.value]
     absorb_hopper_kernel[(capacity.programs,)](
-        _describe(queries[:, : LATENT.value], [capacity.strip_rows, TILE_COLUMNS.value]),
-        _describe(queries[:, LATENT.value :], [capacity.strip_rows, TILE_COLUMNS.value]),
+        _describe(for_tma(q_absorbed), of_query),
+        _describe(for_tma(q_rope), of_query),
         _describe(keys, [BLOCK.value, PART.value]),
         _describe(keys, [BLOCK.value, ROPE.value]),
         work,

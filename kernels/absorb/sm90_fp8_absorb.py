@@ -48,8 +48,9 @@ from ..storage.latent_rows import LatentRowLayout
 from .items import ITEM_PAGE, ITEM_ROWS, ITEM_STRIP
 from .schedule import AbsorbCapacity
 from .sm90_parts.fp8_consumers import NORM_STAGES, STAGES, Shared, compute_scores, sum_values
-from .sm90_parts.fp8_query import QUERY_COLUMNS, QUERY_TILES, copy_query, for_tma
+from .sm90_parts.fp8_query import QUERY_TILES
 from .sm90_parts.fp8_tiles import PANEL, SCALE_WIDTH, Ring, copy_block, next_slot
+from .sm90_parts.query import QUERY_COLUMNS, copy_query, for_tma
 from .sm90_parts.work_items import BLOCK, LATENT, ROPE, ROWS, blocks_of, count_items, item_at
 
 VALUE_REGISTERS = gl.constexpr(192)

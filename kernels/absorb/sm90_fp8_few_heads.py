@@ -43,7 +43,7 @@ from ..gluon_names import thread_barrier
 from .items import ITEM_END, ITEM_PAGE, ITEM_PARTIAL, ITEM_ROWS, ITEM_STRIP
 from .schedule import AbsorbCapacity
 from .sm90_fp8_absorb import PRODUCER_REGISTERS, check, describe
-from .sm90_parts.fp8_query import QUERY_COLUMNS, QUERY_TILES, copy_query, round_rows
+from .sm90_parts.fp8_query import QUERY_TILES, round_rows
 from .sm90_parts.fp8_tiles import (
     LOG2_FP8_MAX,
     SCALE_RANGE,
@@ -59,6 +59,7 @@ from .sm90_parts.fp8_tiles import (
     values_tile,
     write_out,
 )
+from .sm90_parts.query import QUERY_COLUMNS, copy_query
 from .sm90_parts.work_items import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, count_items, item_at, unseen_keys
 
 ROWS = (8, 16)

@@ -64,6 +64,12 @@ def _part_at(ends, position, LOG2_PARTS: tl.constexpr):
 
 
 @triton.jit
+def _in_turn(place, turn, PARTS: tl.constexpr):
+    """The part that comes at a place of a turn, or the place of a part: in every second turn the other way round."""
+    return tl.where(turn % 2 == 0, place, PARTS - 1 - place)
+
+
+@triton.jit
 def _load_lengths(lens_ptr, row, rows):
     """Keys of a row of the batch, 0 behind the last row."""
     return tl.maximum(tl.load(lens_ptr + row, mask=row < rows, other=0), 0)
@@ -113,8 +119,13 @@ def schedule_tails_kernel(
         of_program = tl.load(work_ptr + PROGRAM_RANGES + 2 * PROGRAMS + part * TILES + tile, mask=valid, other=0)
         load = tl.maximum(load, of_program)
     level = _find_level(load, valid, tl.sum(cost, 0), MIN_BLOCKS)
-    # Whole rows in turn, longest first, where that ends nearly as early: nothing is to be merged.
-    longest = tl.max(load, 0) + tl.sum(tl.where(lane % PARTS == 0, cost, 0), 0)
+    # Whole rows, dealt out there and back, longest first, where that ends nearly as early: nothing is to be merged.
+    dealt = load
+    for turn in range(0, tl.cdiv(rows, PARTS)):
+        at = turn * PARTS + _in_turn(part, turn, PARTS)
+        there = valid & (at < LANES)
+        dealt += tl.where(there, tl.gather(cost, tl.where(there, at, 0), 0), 0)
+    longest = tl.max(tl.where(valid, dealt, 0), 0)
     whole = longest * 16 <= (level + ITEM_BLOCKS) * 17
     room = tl.where(valid, _capacities(load, level, MIN_BLOCKS), 0)
     takes = valid & (whole | (room > 0))
@@ -124,7 +135,7 @@ def schedule_tails_kernel(
     # By rank: the parts of a row's first piece, which has at least MIN_BLOCKS or all of the row, and of its last.
     first = _part_at(part_ends, end - tl.maximum(blocks - MIN_BLOCKS, 0) - 1, LOG2_PARTS)
     last = tl.maximum(_part_at(part_ends, end - MIN_BLOCKS, LOG2_PARTS), first)
-    first = tl.where(whole, lane % PARTS, first)
+    first = tl.where(whole, _in_turn(lane % PARTS, lane // PARTS, PARTS), first)
     last = tl.where(whole, first, last)
     pieces = tl.where(some, last - first + 1, 0)
     n_pieces = tl.sum(pieces, 0)

@@ -21,7 +21,7 @@ from test_fp8_cache_gpu import DEVICE, LAYOUT, LSE_BOUND, PAGE, RANK, SCALE, Cac
 
 from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8
 from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
-from sglang_mla_ext.kernels.absorb.sm90_parts.fp8_query import for_tma
+from sglang_mla_ext.kernels.absorb.sm90_parts.query import for_tma
 from sglang_mla_ext.kernels.dispatch import make_absorb_fp8, make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import FP8

@@ -22,6 +22,7 @@ from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN
 from sglang_mla_ext.kernels.absorb.paged_fp8 import HopperAbsorbFP8, TritonAbsorbFP8
 from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
 from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_consumers, fp8_query, fp8_tiles, work_items
+from sglang_mla_ext.kernels.absorb.sm90_parts import query as query_copies
 from sglang_mla_ext.kernels.constants import LOG2E
 from sglang_mla_ext.kernels.dispatch import absorb_fp8_bytes, make_absorb_fp8, make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.storage.expanded import to_fp8
@@ -30,7 +31,7 @@ from sglang_mla_ext.kernels.storage.expanded import to_fp8
 BOUND = 2e-3
 
 ODD_LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 320, 599)
-COMMON = [work_items, fp8_tiles, fp8_query]
+COMMON = [work_items, fp8_tiles, query_copies, fp8_query]
 
 
 def _clear_behind(pairs: Place, first: int, valid: int) -> None:
@@ -96,7 +97,7 @@ class InTorch:
             program = Program(modules, index, capacity.programs, self.seed, self.changes)
             program.run(
                 kernel,
-                *(Descriptor(fp8_query.for_tma(q), [1, capacity.strip_rows, 64], 2) for q in query),
+                *(Descriptor(query_copies.for_tma(q), [1, capacity.strip_rows, 64], 2) for q in query),
                 Descriptor(LAYOUT.content(pool).float(), [64, 512], 1),
                 Descriptor(LAYOUT.rope(pool).float(), [64, 64], 2),
                 Descriptor(scales, [64, 4], 4),

@@ -14,7 +14,7 @@ from test_absorb_fp8_hopper import BOUND, BYTES, COMMON, in_torch  # noqa: F401 
 from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
-from sglang_mla_ext.kernels.absorb.sm90_parts.fp8_query import for_tma
+from sglang_mla_ext.kernels.absorb.sm90_parts.query import for_tma
 from sglang_mla_ext.kernels.storage.latent_rows import divide, row_scale
 
 RANK, ROPE = 512, 64

@@ -18,14 +18,14 @@ from torch import Tensor
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
 from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN, ITEM_PARTIAL
 from sglang_mla_ext.kernels.absorb.schedule import BLOCK_KEYS
-from sglang_mla_ext.kernels.absorb.sm90_parts import bf16_consumers, work_items
+from sglang_mla_ext.kernels.absorb.sm90_parts import bf16_consumers, query, work_items
 from sglang_mla_ext.kernels.constants import LN2, LOG2E
 from sglang_mla_ext.kernels.reference import attention as reference
 
 NAN = float("nan")
 LATENT, ROPE = 512, 64
 SCALE = 192**-0.5
-MODULES = [work_items, bf16_consumers, sm90_bf16_absorb]
+MODULES = [work_items, query, bf16_consumers, sm90_bf16_absorb]
 
 
 class Problem:
@@ -58,13 +58,15 @@ class Problem:
         capacity = self.work.capacity
         out = torch.full((capacity.max_partial_rows * capacity.heads, LATENT), NAN)
         lse2 = torch.full(out.shape[:1], NAN)
-        q, keys = self.q.flatten(0, 1), self.pages.flatten(0, 1)
+        # Heads first, as SGLang's product leaves absorbed queries.
+        content = self.q[..., :LATENT].transpose(0, 1).contiguous().transpose(0, 1)
+        keys, of_query = self.pages.flatten(0, 1), [1, capacity.strip_rows, 64]
         for index in range(capacity.programs):
             program = Program(MODULES, index, capacity.programs, seed, faults or {})
             program.run(
                 "absorb_hopper_kernel",
-                Descriptor(q[:, :LATENT], [capacity.strip_rows, 64]),
-                Descriptor(q[:, LATENT:], [capacity.strip_rows, 64]),
+                Descriptor(content, of_query),
+                Descriptor(self.q[..., LATENT:], of_query),
                 Descriptor(keys, [BLOCK_KEYS, 128]),
                 Descriptor(keys, [BLOCK_KEYS, 64]),
                 Pointer(self.work.array),

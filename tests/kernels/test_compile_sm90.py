@@ -140,7 +140,7 @@ def compile_absorb(strip_rows, heads, queries=1):
         absorb_hopper.absorb_hopper_kernel,
         results
         | dict(partial_out_ptr="*bf16", page_table_ptr="*i32", scale_log2e="fp32")
-        | dict(q_desc=describe("bf16", strip_rows, 64), q_rope_desc=describe("bf16", strip_rows, 64))
+        | dict(q_desc=describe("bf16", 1, strip_rows, 64), q_rope_desc=describe("bf16", 1, strip_rows, 64))
         | dict(content_desc=describe("bf16", 64, 128), rope_desc=describe("bf16", 64, 64)),
         dict(HEADS=heads, QUERY_TOKENS=queries),
         num_warps=4,

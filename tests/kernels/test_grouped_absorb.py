@@ -25,7 +25,7 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
     from sglang_mla_ext.kernels import dispatch
     from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
-    from sglang_mla_ext.kernels.absorb.grouped import HopperGroupedAbsorb, whole_query
+    from sglang_mla_ext.kernels.absorb.grouped import HopperGroupedAbsorb
     from sglang_mla_ext.kernels.absorb.items import ITEM_FIELDS
     from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
     from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
@@ -43,7 +43,8 @@ Segments = Sequence[tuple[tuple[int, ...], int, int]]
 
 
 def run_absorb_kernel(
-    q: torch.Tensor,
+    q_absorbed: torch.Tensor,
+    q_rope: torch.Tensor,
     latent_pages: torch.Tensor,
     work: torch.Tensor,
     page_table: torch.Tensor,
@@ -54,7 +55,8 @@ def run_absorb_kernel(
     softmax_scale: float,
 ) -> None:
     """What sm90_bf16_absorb.run does: every item of the list, one after the other."""
-    assert q.is_contiguous() and page_table.is_contiguous() and work.shape == (capacity.size,)
+    q = torch.cat([q_absorbed, q_rope], dim=-1)
+    assert page_table.is_contiguous() and work.shape == (capacity.size,)
     assert latent_pages.shape[1:] == (PAGE, 1, RANK + ROPE)
     assert partial_out.shape == (capacity.max_partial_rows, capacity.heads, RANK)
     assert q.shape[1] * capacity.query_tokens == capacity.heads and not q.isnan().any()  # also where a head is nobody's
@@ -308,15 +310,12 @@ def test_few_long_tails_are_cut() -> None:
     assert grouped._tail_partials.counts[:3].tolist() == [0, 2, 2]
 
 
-def test_the_parts_of_a_query_are_joined_where_they_are_apart() -> None:
+def test_the_parts_of_a_query_may_be_apart() -> None:
     problem, grouped = Problem(16, [((0, 2), 0, 64)], rows=4), make(16)
     grouped.plan(problem.segments, 4)
     content, rope = problem.q.split([RANK, ROPE], dim=-1)
-    assert whole_query(content, rope).data_ptr() == problem.q.data_ptr()
     with_heads_outside = content.transpose(0, 1).contiguous().transpose(0, 1)  # as SGLang's batched product leaves it
     for apart in ((content.clone(), rope), (with_heads_outside, rope.clone()), (content, rope.clone())):
-        whole = whole_query(*apart)
-        assert whole.data_ptr() != problem.q.data_ptr() and torch.equal(whole, problem.q)
         grouped.begin_step(problem.req_to_token, problem.pool_indices, problem.seq_lens, problem.tail_starts)
         assert_equal(grouped.run(*apart, problem.cache, SCALE), problem.expected())
 
@@ -338,7 +337,7 @@ def test_where_the_kernel_does_not_run_there_is_no_grouped_absorb(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
     def count(*args: Any, **options: Any) -> None:
-        launches.append(int(args[2][0]))
+        launches.append(int(args[3][0]))
         run_absorb_kernel(*args, **options)
 
     monkeypatch.setattr(sm90_bf16_absorb, "run", count)

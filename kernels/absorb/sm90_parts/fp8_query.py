@@ -7,28 +7,22 @@ A launch of its own for that (quantize_query.py) would take a tenth of the time 
 Scales are powers of two, so they are computed as integers, from the bits of the largest magnitudes: nothing is divided,
 and only the results are rounded.
 
-TMA takes the query as `[T, H, columns]`, with any strides of tokens and heads that are multiples of 16 bytes: in SGLang
-a head's stride is larger than a token's. It copies a strip of rows, which lies within a token, 64 columns at a time:
-in BF16 that is one swizzle.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...gluon_names import thread_barrier
 from ...storage.latent_rows import SCALE_FLOOR, SCALE_LIMIT
-from ..items import NO_ROW
 from .fp8_tiles import inverse_of_power
+from .query import QUERY_COLUMNS
 from .work_items import ROWS
 
-QUERY_COLUMNS = gl.constexpr(64)  # of a tile
 QUERY_TILES = gl.constexpr(8)  # of the content
 
 # Bits of float32. Adding UP_FROM_448 carries into the exponent for numbers above 1.75 · 2^n (448 is 1.75 · 2^8), adding
@@ -39,32 +33,6 @@ UP_FROM_448 = gl.constexpr(0x1FFFFF)
 UP_FROM_1 = gl.constexpr(0x7FFFFF)
 FLOOR = gl.constexpr(int(math.log2(SCALE_FLOOR)) * (1 << 23))
 LIMIT = gl.constexpr((127 + int(math.log2(SCALE_LIMIT))) << 23)
-
-
-def for_tma(query: Tensor) -> Tensor:
-    """The query `[T, H, columns]` itself if TMA can read it, or else a contiguous copy in BF16."""
-    aligned = all(stride > 0 and 2 * stride % 16 == 0 for stride in query.stride()[:2]) and query.data_ptr() % 16 == 0
-    if query.dtype == torch.bfloat16 and query.stride(2) == 1 and aligned:
-        return query
-    return query.to(torch.bfloat16, memory_format=torch.contiguous_format, copy=True)
-
-
-@gluon.jit
-def copy_query(
-    desc, column, tiles, tile, TILES: gl.constexpr, barrier, strips_ptr, n_rows, ROWS: gl.constexpr,
-    HEADS: gl.constexpr,
-):  # fmt: skip
-    """Start copying TILES · 64 columns of an item's rows, from `column` on. They go to `tiles`, where `tile` counts
-    those of `[ROWS, 64]`; rows behind the last strip are zeros."""
-    STRIP: gl.constexpr = desc.block_type.shape[1]
-    STRIPS: gl.constexpr = ROWS // STRIP
-    for s in gl.static_range(STRIPS):
-        row = gl.load(strips_ptr + s, mask=s * STRIP < n_rows, other=NO_ROW)
-        token = row // HEADS
-        head = row % HEADS
-        for c in gl.static_range(TILES):
-            at = [token, head, column + c * QUERY_COLUMNS]
-            tma.async_copy_global_to_shared(desc, at, barrier, tiles.index((tile + c) * STRIPS + s))
 
 
 @gluon.jit

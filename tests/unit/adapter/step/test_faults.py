@@ -139,7 +139,6 @@ ON_A_GPU = {
     "kernels/absorb/grouped.py GroupedAbsorb._stage": "writing a plan",
     "kernels/absorb/grouped.py GroupedAbsorb.run": "in a layer",
     "kernels/absorb/grouped.py GroupedAbsorb.try_out": "start",
-    "kernels/absorb/grouped.py whole_query": "in a layer",
     "kernels/absorb/paged_fp8.py AbsorbFP8.__init__": "start",
     "kernels/absorb/paged_fp8.py AbsorbFP8.output": "in a layer",
     "kernels/absorb/paged_fp8.py AbsorbFP8.try_out": "start",
