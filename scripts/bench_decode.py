@@ -6,8 +6,8 @@
 Every line of the output is one measurement: the median time of a CUDA graph of one call for one layer, L2 flushed
 before each. DeepSeek-V3's dimensions, pages in random order. Ours covers everything from the absorbed
 BF16 query on: rounding it, attention, and the merge of split tails; a step's schedule, made once for all layers, is
-`prepare_ms`. FlashMLA FP8 gets a query that is already e4m3. Where a server reads
-tails in BF16 by our kernel, `hybrid_mla_bf16` is that, its queries as SGLang has them.
+`prepare_ms`. FlashMLA FP8 gets a query that is already e4m3. Where a server stacks requests, `hybrid_mla_bf16` is
+grouped absorb over BF16 pages with nothing grouped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.ours import floor_ms
 from bench.rivals import RIVALS
 from bench.timing import Ceilings
 
-from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS, fills_tiles
+from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 
 DEFAULT_GRID = (
     *("128x8192x128", "64x16384x128", "32x8192x64", "128x8192x16", "16x65536x16", "1x8192x128", "128x512x128"),
@@ -39,7 +39,7 @@ COLUMNS |= {"what": "{impl}"}
 def asked(case: Case) -> Iterator[Asked]:
     """Yield what is timed in a case."""
     yield from ((name, "all", RIVALS[name].dtype) for name in STOCK)
-    if case.heads in STACKED_HEADS or fills_tiles(case.heads, case.s_q):
+    if case.heads in STACKED_HEADS:
         yield "hybrid_mla_bf16", "all", "bf16"
     yield "hybrid_mla", "all", "fp8"
 

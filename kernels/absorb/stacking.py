@@ -1,4 +1,4 @@
-"""Number of requests whose query rows share a tile, and which kernel reads private tails in BF16.
+"""Number of requests whose query rows share a tile.
 
 Plain Python, so that a command line can ask without loading the kernels.
 """
@@ -24,14 +24,3 @@ def rows_per_tile(heads: int) -> int | None:
     """Requests whose rows fit one tile together, for this number of local heads; None where they are not stacked. (A
     request whose rows do not all fit goes on in the next tile.)"""
     return TILE_ROWS // padded_heads(heads) if heads in STACKED_HEADS else None
-
-
-def fills_tiles(heads: int, query_tokens: int) -> bool:
-    """Return whether one request fills more than a tile, so that our kernel reads its private tail in BF16 without
-    stacking. Where it about fills one, FlashMLA cuts and merges tails sooner: 47 us with the joining of queries, for
-    128 requests of 64 heads and 100 to 1,000 tokens, where ours takes 52 on an H200.
-
-    Args:
-        heads: of this rank; query_tokens: of each request.
-    """
-    return heads not in STACKED_HEADS and heads * query_tokens > TILE_ROWS

@@ -1,6 +1,5 @@
-"""Attention in the latent space over SGLang's own pool in BF16: where heads are few, grouped absorb
-(kernels/absorb/grouped.py) takes private tails and shared prefixes in one launch; with more its kernel, or FlashMLA,
-takes tails alone (kernels/absorb/stacking.py has which).
+"""Attention in the latent space over SGLang's own pool in BF16: FlashMLA reads private tails, one request at a time;
+where heads are few, grouped absorb (kernels/absorb/grouped.py) takes tails and shared prefixes in one launch.
 
 FlashMLA reads a request's keys through a table of pages. The table starts at the first private page, so a tail costs
 what its own length costs.
@@ -79,7 +78,7 @@ class FlashMLALatent:
     def allocate(self, memory: Memory | None = None) -> None:
         sizes, requests = self._sizes, self._sizes.sharing_requests
         self._starts = TailStarts(requests, self._req_to_token.device)
-        if sizes.reads_tails:
+        if sizes.stacks:
             self._grouped = make_grouped_absorb(
                 self._req_to_token,
                 self._pages(self._layer_id),
@@ -90,7 +89,7 @@ class FlashMLALatent:
                 **sizes.of_grouped,
             )
         if self._grouped is not None:
-            self.grouped_page = PAGE_TOKENS if sizes.stacks else None
+            self.grouped_page = PAGE_TOKENS
             return
         self._tails = Tails(self._req_to_token, self._starts, requests, sizes.max_tokens, memory)
         # Its size depends on the GPU and on the rows of a request alone.

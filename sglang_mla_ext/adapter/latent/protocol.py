@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.kernels.absorb.stacking import fills_tiles, rows_per_tile
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.dispatch import fill_page_table, grouped_absorb_bytes
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
 from sglang_mla_ext.kernels.sizes import MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
@@ -53,25 +53,19 @@ class LatentSizes:
         return self.grouped and rows_per_tile(self.heads) is not None
 
     @property
-    def reads_tails(self) -> bool:
-        """Return whether the kernel of grouped absorb over BF16 reads private tails, with or without groups."""
-        return self.stacks or fills_tiles(self.heads, self.query_tokens)
-
-    @property
     def of_grouped(self) -> dict[str, int]:
-        """The arguments of grouped absorb that say how much a plan can hold: for tails alone, what trying out takes."""
+        """The arguments of grouped absorb that say how much a plan can hold."""
         return dict(
             query_tokens=self.query_tokens,
             max_rows=self.max_rows,
             max_tokens=self.max_tokens,
-            max_segments=MAX_SEGMENTS if self.stacks else 1,
-            max_segment_rows=SEGMENTS_PER_ROW * self.max_rows if self.stacks else self.query_tokens,
+            max_segments=MAX_SEGMENTS,
+            max_segment_rows=SEGMENTS_PER_ROW * self.max_rows,
         )
 
     def grouped_bytes(self, *, fp8: bool, programs: int) -> int:
-        """The most that grouped absorb allocates over a pool in FP8 or not; 0 where it is not tried. In BF16 its kernel
-        may read tails alone."""
-        if not (self.stacks if fp8 else self.reads_tails):
+        """The most that grouped absorb allocates over a pool in FP8 or not; 0 where it is not tried."""
+        if not self.stacks:
             return 0
         dims = dict(kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim)
         how = dict(dtype=self.dtype, programs=programs)
