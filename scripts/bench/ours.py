@@ -156,15 +156,18 @@ def grouped_over(
     table = torch.tensor(padded(pages), dtype=torch.int32, device="cuda")  # [B, pages]
     slots = table[..., None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, dtype=torch.int32, device="cuda")
     latent = torch.randn(n_pages, PAGE_TOKENS, 1, LATENT + DR, device="cuda", dtype=torch.bfloat16)
-    query = torch.randn(batch * query_tokens, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
+    rows = batch * query_tokens
+    # As SGLang has them: absorbed queries heads first, and the rotary part at the end of a query.
+    content = torch.randn(heads, rows, LATENT, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
+    rope = torch.randn(rows, heads, DN + DR, device="cuda", dtype=torch.bfloat16)[..., DN:]
     req_to_token = slots.flatten(1)  # [B, tokens]
 
     def refuse(error: BaseException) -> NoReturn:
         raise RuntimeError("the kernels of grouped absorb do not run here") from error
 
-    sizes = dict(max_rows=len(query), max_tokens=req_to_token.shape[1], query_tokens=query_tokens)
+    sizes = dict(max_rows=rows, max_tokens=req_to_token.shape[1], query_tokens=query_tokens)
     in_segments = query_tokens * sum(len(segment.rows) for segment in segments)
-    sizes |= dict(max_segments=max(1, len(segments)), max_segment_rows=max(len(query), in_segments))
+    sizes |= dict(max_segments=max(1, len(segments)), max_segment_rows=max(rows, in_segments))
     dims = dict(heads=heads, kv_lora_rank=LATENT)
     grouped = make_grouped_absorb(req_to_token, latent, **dims, on_failure=refuse, **sizes)
     if grouped is None:
@@ -172,8 +175,7 @@ def grouped_over(
     grouped.plan(segments, batch)
     requests, tail_starts = torch.arange(batch, device="cuda"), torch.tensor(starts, dtype=torch.int32, device="cuda")
     grouped.begin_step(req_to_token, requests, torch.tensor(lengths, device="cuda"), tail_starts)
-    parts = query.split([LATENT, DR], dim=-1)
-    return lambda: grouped.run(*parts, latent, SCALE)
+    return lambda: grouped.run(content, rope, latent, SCALE)
 
 
 def measure_fp8_rows(case: Case, rep_ms: int) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from bench.generate import (
     body,
     flush,
     judge,
+    judge_to_first_tie,
     post,
     ran,
-    same,
     session,
 )
 from bench.server import server_info
@@ -283,9 +283,9 @@ class Soak:
         if chat.shape is None:
             options = {"taken_back": got.taken_back, "tolerance": self._tolerance}
             verdict = await judge(chat.ids, answer, self._stock, **options)
-        else:  # by what came before in the answer, so that no tie can be followed
+        else:
             expected = await self._stock(chat.ids, chat.output_tokens, chat.shape)
-            verdict = Verdict.RIGHT if same(answer, expected, self._tolerance) else Verdict.WRONG
+            verdict = judge_to_first_tie(answer, expected, self._tolerance)
         missing = chat.output_tokens - len(answer.ids)
         if got.whole and missing not in ((0, 1) if verdict is Verdict.LOST_FIRST else (0,)):
             verdict = Verdict.WRONG

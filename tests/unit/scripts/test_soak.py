@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.generate import BF16, FP32, Answer, Tolerance, Verdict, judge
+from bench.generate import BF16, FP32, Answer, Tolerance, Verdict, judge, judge_to_first_tie
 from bench.records import read_records, write_record
 from bench.soak_run import Outcome
 from bench.soak_traffic import PENALTIES, SHAPES, Action, Limits, Request, Traffic
@@ -202,3 +202,19 @@ def test_the_cost_of_checks_is_between_medians(tmp_path: Path) -> None:
     assert rows() == [["4.000", "4.020", "+0.50%"], ["4.000", "4.040", "+1.00%"]]
     record_merge(8, 0.5)  # four read 2 us of 4 ms, 0.05 %, in every step; the rest of 1 % comes a hundredth as often
     assert rows() == [["4.000", "4.020", "+0.50%", "+0.50%"], ["4.000", "4.040", "+1.00%", "+0.06%"]]
+
+
+def test_an_answer_whose_tokens_depend_on_those_before_is_judged_to_the_first_tie() -> None:
+    """What follows it is another answer's. A token that the stock answer leads clearly is wrong, and so is one that is
+    none of its runners-up."""
+    runners_up = (((9, -1.3), (8, -4.0)),) * 3
+    expected = Answer((1, 2, 3), (-1.0, -1.0, -1.0), runners_up)
+    for ids, verdict in (
+        ((1, 2), Verdict.RIGHT),
+        ((1, 9, 77), Verdict.TIE),
+        ((1, 8, 3), Verdict.WRONG),
+        ((1, 5, 3), Verdict.WRONG),
+    ):
+        assert judge_to_first_tie(Answer(ids, (-1.0,) * len(ids)), expected, BF16) is verdict
+    before = Answer((1, 2, 9), (-1.0, -4.0, -1.0))
+    assert judge_to_first_tie(before, expected, BF16) is Verdict.WRONG, "a value before the tie is"
