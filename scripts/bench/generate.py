@@ -86,14 +86,11 @@ async def judge(
 
 
 def judge_to_first_tie(answer: Answer, expected: Answer, tolerance: Tolerance) -> Verdict:
-    """Judge an answer whose tokens depend on more than the prompt and the tokens before, so that what follows a tie is
-    not known: it is not looked at."""
+    """Judge an answer that cannot be asked to go on behind a tie, because its tokens depend on more than those before
+    them. What follows a tie is not looked at."""
     if same(answer, expected, tolerance):
         return Verdict.RIGHT
-    at = first_difference(answer, expected)
-    if at is None or not same(answer.first(at), expected, tolerance):
-        return Verdict.WRONG
-    return Verdict.TIE if answer.ids[at] in as_likely(expected, at, tolerance) else Verdict.WRONG
+    return Verdict.WRONG if tie_at(answer, expected, tolerance) is None else Verdict.TIE
 
 
 async def compare(prompt: tuple[int, ...], answer: Answer, stock: Stock, tolerance: Tolerance) -> Verdict:
@@ -103,17 +100,24 @@ async def compare(prompt: tuple[int, ...], answer: Answer, stock: Stock, toleran
     expected = await stock(prompt, len(answer.ids) + 1)
     verdict = Verdict.RIGHT
     while not same(answer, expected, tolerance):
-        at = first_difference(answer, expected)
-        if at is None or not same(answer.first(at), expected, tolerance):
-            return Verdict.WRONG
-        logprob = as_likely(expected, at, tolerance).get(answer.ids[at])
-        own = logprob if answer.logprobs is None else answer.logprobs[at]
-        if logprob is None or abs(own - logprob) > tolerance.each:
+        at = tie_at(answer, expected, tolerance)
+        if at is None:
             return Verdict.WRONG
         verdict = Verdict.TIE
         prompt, answer = prompt + answer.ids[: at + 1], answer.after(at + 1)
         expected = await stock(prompt, len(answer.ids) + 1)
     return verdict
+
+
+def tie_at(answer: Answer, expected: Answer, tolerance: Tolerance) -> int | None:
+    """Return the place at which an answer leaves the expected one by a tie, and is the same before; None where it is
+    wrong there or before."""
+    at = first_difference(answer, expected)
+    if at is None or not same(answer.first(at), expected, tolerance):
+        return None
+    logprob = as_likely(expected, at, tolerance).get(answer.ids[at])
+    own = logprob if answer.logprobs is None else answer.logprobs[at]
+    return None if logprob is None or abs(own - logprob) > tolerance.each else at
 
 
 def as_likely(expected: Answer, at: int, tolerance: Tolerance) -> dict[int, float]:
@@ -158,8 +162,6 @@ RUNNERS_UP = 8
 """Tokens beside the best one that the stock server names: a random model in BF16 has three and more as likely."""
 # A client that waits longer than that was forgotten.
 TIMEOUT_S = 300
-
-
 LONGEST_LINE = 1 << 26
 """Bytes of a streamed piece, with the hidden states of a long prompt in it."""
 

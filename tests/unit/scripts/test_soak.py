@@ -205,8 +205,8 @@ def test_the_cost_of_checks_is_between_medians(tmp_path: Path) -> None:
 
 
 def test_an_answer_whose_tokens_depend_on_those_before_is_judged_to_the_first_tie() -> None:
-    """What follows it is another answer's. A token that the stock answer leads clearly is wrong, and so is one that is
-    none of its runners-up."""
+    """Tokens behind it are not compared. A token that the stock answer clearly leads is wrong, and so is one that is
+    not among its runners-up."""
     runners_up = (((9, -1.3), (8, -4.0)),) * 3
     expected = Answer((1, 2, 3), (-1.0, -1.0, -1.0), runners_up)
     for ids, verdict in (
@@ -216,5 +216,5 @@ def test_an_answer_whose_tokens_depend_on_those_before_is_judged_to_the_first_ti
         ((1, 5, 3), Verdict.WRONG),
     ):
         assert judge_to_first_tie(Answer(ids, (-1.0,) * len(ids)), expected, BF16) is verdict
-    before = Answer((1, 2, 9), (-1.0, -4.0, -1.0))
-    assert judge_to_first_tie(before, expected, BF16) is Verdict.WRONG, "a value before the tie is"
+    for logprobs in ((-1.0, -4.0, -1.3), (-1.0, -1.0, -4.0)):  # before the tie, and of the token itself
+        assert judge_to_first_tie(Answer((1, 2, 9), logprobs), expected, BF16) is Verdict.WRONG
