@@ -13,10 +13,9 @@ program runs on each multiprocessor, with five roles:
 | keys | 1 | copies blocks of 64 keys (TMA) to a ring of quarters of 128 columns, rotary columns to a ring of two |
 | queries | 1 | copies the part of the query that stays in shared memory |
 
-Queries are read in two parts, absorbed content and rotary columns, where SGLang has them. Three quarters of the content
-query stay in registers of the score role. That leaves shared memory for more than two
-blocks of keys, and saves its bandwidth, which is what limits scores of 64 x 64. They reach the registers through the
-ring, in front of the item's first block.
+Content and rotary columns of a query are read from two tensors, as SGLang has them. Three quarters of the content stay
+in registers of the score role. That leaves shared memory for more than two blocks of keys, and saves its bandwidth,
+which is what limits scores of 64 x 64. They reach the registers through the ring, in front of the item's first block.
 
 Registers: 168 + 2 · 160 + 24 of 512 for each of 128 threads; with 128 accumulators the compiler overlaps products only
 if it has at least 160. Shared memory, KiB: ring 11 · 16, rotary ring 2 · 8, query 16 + 8, weights 8; 224 of 227.
@@ -201,8 +200,8 @@ def run(
     """Launch the kernel.
 
     Args:
-        q_absorbed: BF16 `[T, H, 512]`; q_rope: BF16 `[T, H, 64]`. Contiguous columns, strides and address at multiples
-            of 16 bytes; anything else is copied to such a tensor first.
+        q_absorbed: BF16 `[T, H, 512]`; q_rope: BF16 `[T, H, 64]`; of any strides. Where columns are not contiguous, or
+            strides and address no multiples of 16 bytes, they are copied first.
         latent_pages: BF16 `[pages, 64, 1, 576]`; values behind an item's last key may be NaN.
         work: int32 `[capacity.size]`, see schedule.py; read on the device only.
         page_table: int32, indexed by the items as a flat array.
@@ -223,12 +222,10 @@ def run(
         ("partial_out", partial_out, (*partials, LATENT.value), torch.bfloat16),
         ("partial_lse2", partial_lse2, partials, torch.float32),
     ):
-        strided = not (tensor is q_absorbed or tensor is q_rope or tensor.is_contiguous())
-        if tensor.shape != shape or tensor.dtype != dtype or strided:
-            raise ValueError(
-                f"{name} must be {dtype} {list(shape)} and contiguous, not {tensor.dtype} {list(tensor.shape)} with "
-                f"strides {tensor.stride()}"
-            )
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
+        if not (name.startswith("q_") or tensor.is_contiguous()):
+            raise ValueError(f"{name} must be contiguous; its strides are {tensor.stride()}")
     if softmax_scale <= 0:
         raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
     keys, of_query = latent_pages.view(-1, columns), [1, capacity.strip_rows, QUERY_COLUMNS.value]

@@ -65,7 +65,7 @@ def _part_at(ends, position, LOG2_PARTS: tl.constexpr):
 
 @triton.jit
 def _in_turn(place, turn, PARTS: tl.constexpr):
-    """The part that comes at a place of a turn, or the place of a part: in every second turn the other way round."""
+    """Return the part at a place of a turn, or the place of a part: in snake order, every second turn is reversed."""
     return tl.where(turn % 2 == 0, place, PARTS - 1 - place)
 
 
@@ -119,13 +119,13 @@ def schedule_tails_kernel(
         of_program = tl.load(work_ptr + PROGRAM_RANGES + 2 * PROGRAMS + part * TILES + tile, mask=valid, other=0)
         load = tl.maximum(load, of_program)
     level = _find_level(load, valid, tl.sum(cost, 0), MIN_BLOCKS)
-    # Whole rows, dealt out there and back, longest first, where that ends nearly as early: nothing is to be merged.
+    # Whole rows in snake order, longest first, where that ends nearly as early: nothing is to be merged.
     dealt = load
     for turn in range(0, tl.cdiv(rows, PARTS)):
         at = turn * PARTS + _in_turn(part, turn, PARTS)
         there = valid & (at < LANES)
         dealt += tl.where(there, tl.gather(cost, tl.where(there, at, 0), 0), 0)
-    longest = tl.max(tl.where(valid, dealt, 0), 0)
+    longest = tl.max(dealt, 0)
     whole = longest * 16 <= (level + ITEM_BLOCKS) * 17
     room = tl.where(valid, _capacities(load, level, MIN_BLOCKS), 0)
     takes = valid & (whole | (room > 0))

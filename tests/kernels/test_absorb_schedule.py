@@ -226,7 +226,7 @@ def test_programs_have_even_shares(case: Case) -> None:
         ((8192,) * 133, 16, 16, 1.05, False),  # one more than programs
         ((262144, *((512,) * 100)), 16, 16, 1.15, False),
         (tuple(range(512, 65536, 1032)), 128, 64, 1.03, False),
-        (tuple(range(100, 996, 7)), 128, 64, 1.06, True),  # dealt out there and back: long ones with short ones
+        (tuple(range(100, 996, 7)), 128, 64, 1.06, True),  # snake order pairs long ones with short ones
     ],
     ids=lambda value: f"rows{len(value)}" if isinstance(value, tuple) else str(value),
 )

@@ -6,7 +6,6 @@ need it round it, bit by bit as latent_rows.divide does.
 A launch of its own for that (quantize_query.py) would take a tenth of the time of attention to a few hundred keys.
 Scales are powers of two, so they are computed as integers, from the bits of the largest magnitudes: nothing is divided,
 and only the results are rounded.
-
 """
 
 from __future__ import annotations
