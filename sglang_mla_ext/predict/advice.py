@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS  # plain Python
 from sglang_mla_ext.predict import sharing
 from sglang_mla_ext.predict.memory import buffer_bytes, fraction_that_fits
-from sglang_mla_ext.predict.report import GIB, Asked, chunks_for, most_that_share, replaced, whole_step
-from sglang_mla_ext.predict.step import Deployment
+from sglang_mla_ext.predict.report import GIB, Asked, a_rank, chunks_for, most_that_share, replaced, whole_step
+from sglang_mla_ext.predict.step import Deployment, shards_by_default
 
 WORTH = 1.03
 """Gains below this are not worth a flag: predictions are not that good."""
@@ -83,7 +83,7 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
         flags.append(f"--hybrid-mla-prefix-memory-gb {best.asked.for_prefixes:g}")
     if of.expanded_element_bytes != of.latent_element_bytes:
         flags.append(f"--hybrid-mla-prefix-dtype {'fp8_e4m3' if of.expanded_element_bytes == 1 else 'bf16'}")
-    if of.prefix_sharding and not of.shards_by_default:
+    if of.prefix_sharding and not shards_by_default(of):
         flags.append(SHARD_BY_NCCL)
     if of.dp > 1 and not of.prefix_sharding:
         flags.append("--hybrid-mla-dp-routing prefix")  # with which a server does not shard
@@ -147,14 +147,14 @@ def _leave_off(best: Choice, pays: dict[int, int | None], otherwise: bool) -> st
     found = f"OFF{' without the changes below' * otherwise}: {rate}"
     if any(least is not None for least in pays.values()):
         known = {prompt: least for prompt, least in pays.items() if least is not None}
-        least = (f"{least} requests{best.of.a_rank} at {prompt:,} tokens" for prompt, least in known.items())
+        least = (f"{least} requests{a_rank(best.of)} at {prompt:,} tokens" for prompt, least in known.items())
         found += f"; break-even: {', '.join(least)}"
         if _too_many(best.of, best.asked):
             most = most_that_share(best.of)
             limited = _outcome(best.of, replace(best.asked, most_running=most))
             found += (
-                f"; a step shares up to {MAX_ROWS:,} rows{best.of.a_rank}: --max-running-requests {most}, while others "
-                f"wait, gives {limited}"
+                f"; a step shares up to {MAX_ROWS:,} rows{a_rank(best.of)}: --max-running-requests {most}, while "
+                f"others wait, gives {limited}"
             )
         return found
     if any(sharing.pays_from(best.of.cost, prompt, chunks_for(prompt, None)) is not None for prompt in pays):
@@ -171,7 +171,7 @@ def _alternatives(best: Choice) -> Iterator[str]:
     """Yield what else is clearly better: FP8 prefixes, prefixes sharded over ranks, another division of heads."""
     of, asked = best.of, replace(best.asked, for_prefixes=None)
     fp8 = "--hybrid-mla-prefix-dtype fp8_e4m3", "at FP8's precision"
-    way = "--hybrid-mla-prefix-sharding auto" if of.shards_by_default else SHARD_BY_NCCL
+    way = "--hybrid-mla-prefix-sharding auto" if shards_by_default(of) else SHARD_BY_NCCL
     sharding = way, "" if of.prefill_expand_tokens else LATER
     reached = most = best.outcome.mean
     for ways in ((fp8,), (sharding,), (fp8, sharding)):
@@ -189,7 +189,8 @@ def _alternatives(best: Choice) -> Iterator[str]:
     if of.tp > 1 and asked.step_ms is None:
         dp = 1 if of.dp > 1 else of.tp
         try:
-            divided = replace(of, dp=dp, prefix_sharding=False).with_default_sharding()
+            divided = replace(of, dp=dp, prefix_sharding=False)
+            divided = replace(divided, prefix_sharding=shards_by_default(divided))
             other = _best(asked.with_transient_expansion(divided), asked)
         except ValueError:  # heads do not divide so
             return

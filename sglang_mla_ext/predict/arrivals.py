@@ -30,6 +30,7 @@ from sglang_mla_ext.predict.drafts import Drafting
 from sglang_mla_ext.predict.mixed import MOST_NEW_ALONE, NEWEST, allowed, evened, mixed_step, most_waiting
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
+from sglang_mla_ext.predict.weights import expert_layers
 from sglang_mla_ext.prefix.planner.transient import FEWEST_SAVED
 
 PASS_LAYER_S, PASS_EXPERTS_S = 2.5e-3, 2.5e-3
@@ -105,7 +106,7 @@ class Served:
 
 def host_seconds(of: Deployment) -> float:
     """Return the host time of an eager prefill pass, where nobody measured the user's."""
-    return PASS_LAYER_S * of.dims.num_layers + PASS_EXPERTS_S * of.expert_layers
+    return PASS_LAYER_S * of.dims.num_layers + PASS_EXPERTS_S * expert_layers(of.products)
 
 
 def pass_seconds(of: Deployment, traffic: Traffic, requests: int, expanded: int = 0) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_mla_ext.predict.report import GIB, Asked, chunks_for, from_data_sheet
+from sglang_mla_ext.predict.report import GIB, Asked, a_rank, chunks_for, from_data_sheet
 from sglang_mla_ext.predict.sharing import pays_from
 from sglang_mla_ext.predict.step import Deployment, allowed_modes
 from sglang_mla_ext.prefix.planner import break_even
@@ -48,13 +48,13 @@ def _threshold(axes: Any, of: Deployment, asked: Asked) -> None:
         break_even.threshold_batch(of.cost), color="C2", linestyle="--", label="equation 1, rates of the kernels"
     )
     axes.set_yscale("log", base=2)
-    axes.set(xlabel="tokens of the prompt", ylabel=f"requests{of.a_rank} that share it", title="Threshold")
+    axes.set(xlabel="tokens of the prompt", ylabel=f"requests{a_rank(of)} that share it", title="Threshold")
     _finish(axes)
 
 
 def _memory(axes: Any, of: Deployment, asked: Asked) -> None:
     """Plot what the KV cache has to hold, against its size; the title contains the weights' size."""
-    axes.set(xlabel=f"requests{of.a_rank}", ylabel="GiB of a GPU", title="Memory")
+    axes.set(xlabel=f"requests{a_rank(of)}", ylabel="GiB of a GPU", title="Memory")
     if (divided := asked.memory(of)) is None:
         return
     for index, prompt in enumerate(asked.prompts):
@@ -101,7 +101,7 @@ def _roofline(axes: Any, of: Deployment, asked: Asked) -> None:
         for x, y, mine in {point[:2]: point for point in points}.values():
             axes.annotate(str(mine), (x, y), textcoords="offset points", xytext=(3, -10), fontsize="x-small")
     axes.set_yscale("log", base=2)
-    title = f"Work over {prompt:,} tokens; numbers: requests{of.a_rank}"
+    title = f"Work over {prompt:,} tokens; numbers: requests{a_rank(of)}"
     axes.set(xlabel="useful operations per byte that is read", ylabel="TFLOPS", title=title)
     _finish(axes)
 

@@ -142,6 +142,11 @@ def chunks_for(prompt: int, divided: Memory | None) -> int:
     return divided.chunks if divided is not None and divided.budget else -(-prompt // CHUNK_TOKENS)
 
 
+def a_rank(of: Deployment) -> str:
+    """Words that tell a rank's requests from all requests; empty where they are the same."""
+    return " a rank" if of.dp > 1 else ""
+
+
 def thresholds(of: Deployment, prompts: Sequence[int], divided: Memory | None = None) -> dict[str, Any]:
     """Return the numbers of requests of a rank from which sharing pays: TyphoonMLA's equation 1 from the data sheet and
     from measured rates, and by prompt what a server does, with its memory and with memory for the whole prompt."""
@@ -222,12 +227,12 @@ def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
         return "a single request has nothing to share"
     if mine * of.query_tokens > MAX_ROWS:
         most = f"--max-running-requests {most_that_share(of)}"
-        return f"a step of more than {MAX_ROWS:,} rows{of.a_rank} is plain absorb; {most} keeps steps below"
+        return f"a step of more than {MAX_ROWS:,} rows{a_rank(of)} is plain absorb; {most} keeps steps below"
     least = sharing.pays_from(of.cost, prompt, chunks_for(prompt, None))
     if least is None:
         return "sharing never pays"
     if mine < least:
-        return f"too few requests; fully expanded, break-even at {least} requests{of.a_rank}"
+        return f"too few requests; fully expanded, break-even at {least} requests{a_rank(of)}"
     if not chunks:
         return "no memory for expanded tokens"
     return f"memory for {chunks * CHUNK_TOKENS:,} expanded tokens only, which saves less than it costs"

@@ -97,16 +97,6 @@ class Deployment:
         if self.has_states and (self.query_tokens > 1 or self.latent_element_bytes < 2):
             raise ValueError("beside layers with linear attention a server takes neither drafts nor an FP8 cache")
 
-    @property
-    def shards_by_default(self) -> bool:
-        """Return whether a server shards prefixes over ranks by default."""
-        few_heads = rows_per_tile(self.dims.num_heads) is not None  # grouped absorb shares without an exchange
-        return may_shard(self.tp, self.dp, self.dims.num_heads) and self.tp <= GPUS_OF_A_HOST and not few_heads
-
-    def with_default_sharding(self) -> Deployment:
-        """Return this deployment with prefixes sharded where a server shards them by default, and nowhere else."""
-        return dataclasses.replace(self, prefix_sharding=self.shards_by_default)
-
     @cached_property
     def dims(self) -> ModelDims:
         dims = ModelDims.from_config(self.config)
@@ -123,12 +113,6 @@ class Deployment:
         return linear.state_bytes(self.config, self.head_ranks) if self.has_states else 0
 
     @property
-    def a_rank(self) -> str:
-        """Words that tell a rank's requests from all requests; empty without data parallelism: they are the same
-        then."""
-        return " a rank" if self.dp > 1 else ""
-
-    @property
     def head_ranks(self) -> int:
         """Ranks that share the heads of a request."""
         return self.tp // self.dp
@@ -136,11 +120,6 @@ class Deployment:
     @cached_property
     def products(self) -> tuple[weights.Product, ...]:
         return weights.products(self.config, self.dtype)
-
-    @property
-    def expert_layers(self) -> int:
-        """Layers whose MLP is experts."""
-        return max((product.layers for product in self.products if product.experts), default=0)
 
     @cached_property
     def cost(self) -> CostModel:
@@ -191,6 +170,12 @@ def may_shard(tp: int, dp: int, heads: int) -> bool:
     """Return whether ranks of DP attention can shard prefixes: each has requests of its own, and they divide the
     heads."""
     return dp == tp > 1 and heads % dp == 0
+
+
+def shards_by_default(of: Deployment) -> bool:
+    """Return whether a server shards prefixes over ranks by default."""
+    few_heads = rows_per_tile(of.dims.num_heads) is not None  # grouped absorb shares without an exchange
+    return may_shard(of.tp, of.dp, of.dims.num_heads) and of.tp <= GPUS_OF_A_HOST and not few_heads
 
 
 @dataclass(frozen=True)
@@ -302,7 +287,7 @@ def predict(of: Deployment, cover: Cover, requests: int, prompt: int, tail: int,
         products[product.kind] = products.get(product.kind, 0.0) + seconds
     layers = weights.all_layers(of.config)
     overhead = layers * (rates.layer_s + rows * activation_bytes(of) / rates.bytes_per_s) + rates.step_s
-    overhead += of.expert_layers * rates.experts_s
+    overhead += weights.expert_layers(of.products) * rates.experts_s
     exchanges = layers * (_exchange_seconds(of, rows, of.head_ranks) + _exchange_seconds(of, all_rows, of.tp))
     attention = of.dims.num_layers * attention_seconds(of, cover, mine, prompt, tail, arriving)
     states = 2 * mine * of.state_bytes / rates.bytes_per_s

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS  # plain Python
 from sglang_mla_ext.predict.linear import STATES_OF_A_REQUEST, layers
-from sglang_mla_ext.predict.report import Asked
+from sglang_mla_ext.predict.report import Asked, a_rank
 from sglang_mla_ext.predict.step import Deployment, allowed_modes
 from sglang_mla_ext.segment import Mode
 
@@ -170,10 +170,10 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
     for prompt, smallest in threshold["pays_from"].items():
         said = f"{int(prompt):,} tokens: "
         if smallest is not None:
-            lines.append(f"{said}break-even at {smallest} requests{of.a_rank}")
+            lines.append(f"{said}break-even at {smallest} requests{a_rank(of)}")
         elif (least := threshold["pays_from_all_expanded"][prompt]) is not None:
             lines.append(
-                f"{said}not shared with this memory; fully expanded, break-even at {least} requests{of.a_rank}"
+                f"{said}not shared with this memory; fully expanded, break-even at {least} requests{a_rank(of)}"
             )
         else:
             lines.append(f"{said}sharing does not pay")
@@ -224,7 +224,7 @@ def _of_linear_layers(of: Deployment, found: dict[str, Any]) -> list[str]:
     if (whole := found["memory"]) is not None:
         lines.append(
             f"States take {whole['states_gib']:.1f} GiB of a GPU, for {whole['states_of_requests']:,} "
-            f"requests{of.a_rank} (--mamba-full-memory-ratio 0.9, {STATES_OF_A_REQUEST} states each)."
+            f"requests{a_rank(of)} (--mamba-full-memory-ratio 0.9, {STATES_OF_A_REQUEST} states each)."
         )
     return lines
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,11 @@ def attention_layers(config: Mapping[str, Any]) -> int:
 def all_layers(config: Mapping[str, Any]) -> int:
     """Layers with attention of any kind."""
     return attention_layers(config) + (linear_layers.layers(config) if linear_layers.is_linear(config) else 0)
+
+
+def expert_layers(products: Iterable[Product]) -> int:
+    """Layers whose MLP is experts."""
+    return max((product.layers for product in products if product.experts), default=0)
 
 
 def embedding_bytes(config: Mapping[str, Any]) -> float:
