@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python, as sizes
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
-from sglang_mla_ext.prefix.memory.coverage import missing
-from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.prefix.planner.branches import Branches
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gains import Gains
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.prefix.planner.planner import Planner
 from sglang_mla_ext.prefix.planner.room import Capacity
-from sglang_mla_ext.prefix.radix import RadixSource
-from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.segment import Mode
 
@@ -44,46 +39,6 @@ class Cover(NamedTuple):
 PLAIN = Cover()
 
 
-class _Prompt:
-    """A radix tree (`prefix.tree.Tree`) of one node, which all requests hold. Requests are numbers."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-
-    def state(self, requests: Sequence[Any]) -> Hashable:
-        return len(requests)
-
-    def hold(self, requests: Sequence[Any]) -> object:
-        return None
-
-    def ends(self, held: Any) -> Sequence[Hashable]:
-        return ()
-
-    def shared(
-        self,
-        requests: Sequence[Any],
-        also: Collection[Hashable] = (),
-        whole: Collection[int] = (),
-        of: Collection[int] | None = None,
-    ) -> SharedTree:
-        return SharedTree([self], [-1], [self._tokens], [0] * len(requests))
-
-    def forget(self) -> None:
-        pass
-
-    def length(self, node: Any) -> int:
-        return self._tokens
-
-    def parent(self, node: Any) -> Hashable | None:
-        return None
-
-    def holders(self, node: Any) -> int:
-        return 2
-
-    def is_attached(self, node: Any) -> bool:
-        return True
-
-
 def may_group(cost: CostModel) -> bool:
     """Return whether `auto` uses grouped absorb with these heads on this GPU."""
     if cost.ranks > 1:  # what is sharded is shared among the requests of all ranks, in one way
@@ -105,24 +60,20 @@ def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
     tokens = prompt // unit * unit
     if requests * cost.query_tokens > MAX_ROWS or not tokens:
         return Plan(requests)
-    tree, pool, counters = _Prompt(tokens), ExpandedPool(chunks, CHUNK_TOKENS), Counters()
-    source = RadixSource(pool, counters, tree)
-    everything = AllocationRequest([tree], [tokens], 0, tokens, worth=0.0)
-    (reach,), _ = pool.allot([everything], source)
-    for chunk in list(missing(pool, everything._replace(end=reach))):
-        pool.fill(chunk, min((chunk.index + 1) * CHUNK_TOKENS, reach))
+    tree = SharedTree(["prompt"], [-1], [tokens], [0] * requests * cost.ranks)
+    expanded = min(chunks * CHUNK_TOKENS, tokens)
+    chunk_ids = list(range(-(-expanded // CHUNK_TOKENS)))
     planner = Planner(
         HybridMLAOptions(),
         cost,
         Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * cost.ranks * (MAX_ROWS // cost.query_tokens)),
         CHUNK_TOKENS,
-        counters,
+        Counters(),
         naive=chunks > 0,
         grouped_page=PAGE_TOKENS if may_group(cost) else None,
     )
-    # No expander: nothing is left to expand.
-    sharing = Sharing(source, pool, planner, None, counters)
-    return sharing.plan_decode(range(requests * cost.ranks))
+    candidates = planner.candidates(Branches(tree))
+    return planner.plan(candidates, planner.best(candidates), lambda nodes, ends, start: (expanded, chunk_ids)).plan
 
 
 def cover(planned: Plan) -> Cover:
