@@ -103,18 +103,13 @@ class CostModel:
         per_head = macs / rates.macs_per_s + 2 * 2 * dims.naive_macs / rates.bytes_per_s  # as many values as products
         return tokens * self.local_heads * per_head
 
-    def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
-        """Return the part of `seconds` that grows with the tokens.
+    def work_seconds(self, mode: Mode, group_size: int, tokens: int) -> float:
+        """Return the part of `seconds` that grows with the tokens."""
+        return tokens * self.token_seconds(mode, group_size, self.exceeds_l2(tokens))
 
-        Args:
-            step_tokens: distinct tokens that all groups of a step share, which have to fit in the L2 cache together;
-                by default those of this group alone.
-        """
-        return tokens * self.token_seconds(mode, group_size, self.exceeds_l2(tokens, step_tokens))
-
-    def exceeds_l2(self, tokens: int, step_tokens: int) -> bool:
-        """Return whether the latent rows of `tokens` or of `step_tokens`, whichever are more, exceed the L2 cache."""
-        return max(tokens, step_tokens) * self.latent_row_bytes > self.rates.l2_bytes
+    def exceeds_l2(self, tokens: int) -> bool:
+        """Return whether the latent rows of so many tokens exceed the L2 cache."""
+        return tokens * self.latent_row_bytes > self.rates.l2_bytes
 
     def token_seconds(self, mode: Mode, group_size: int, from_memory: bool) -> float:
         """Seconds that each token adds to `work_seconds`.

@@ -44,7 +44,7 @@ class Gains(NamedTuple):
         Args:
             naive, grouped: whether this server has naive attention and grouped absorb; the mode option may rule them
                 out all the same.
-            step_tokens: distinct tokens that all groups of the step share.
+            step_tokens: distinct tokens that all groups of the step share, which have to fit in the L2 cache together.
         """
 
         def over_absorb(mode: Mode) -> Gain:
@@ -55,7 +55,7 @@ class Gains(NamedTuple):
 
             def gain(rows: int, start: int, end: int) -> float:
                 tokens = end - start
-                of_token, of_segment = of_rows(rows, cost.exceeds_l2(tokens, step_tokens))
+                of_token, of_segment = of_rows(rows, cost.exceeds_l2(max(tokens, step_tokens)))
                 return tokens * of_token - of_segment
 
             return gain

@@ -555,8 +555,10 @@ def lost_by(batch: Batch, gains: Gains, cost: CostModel, capacity: Capacity, pla
     """What the planner's plan loses against the best one, of the time of attention to shared tokens with that."""
     room = [plan for plan in plans if plan.segments <= capacity.segments and plan.rows <= capacity.rows]
     best = max(plan.net for plan in room)
-    tokens = batch.branches.tokens
-    absorb = sum(cost.work_seconds(Mode.ABSORB, each.rows, each.end - each.start, tokens) for each in batch.branches)
+    from_memory = cost.exceeds_l2(batch.branches.tokens)
+    absorb = sum(
+        (each.end - each.start) * cost.token_seconds(Mode.ABSORB, each.rows, from_memory) for each in batch.branches
+    )
     return (best - net_of(batch, batch.step(gains, capacity).segments, gains)) / (absorb - best) if best else 0.0
 
 
