@@ -157,7 +157,8 @@ class Sharing:
             most = affordable or (per_step if self.planner.options.mode == "naive" else 0)
             if most:
                 of = self.planner.prefill_candidates(branches)
-                parts = [part for part in self.planner.best(of).parts if branches.last_request(part.branch) >= first]
+                best = self.planner.best(of).parts
+                parts = [part for part in best if max(branches.requests_of(part.branch)) >= first]
                 self.expansion.allot(self.planner.asked(of, parts), shared, self.source)
                 self.expansion.expand(self.source, most)
             return of_step

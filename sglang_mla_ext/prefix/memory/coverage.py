@@ -11,8 +11,6 @@ from sglang_mla_ext.prefix.tree import SharedTree
 Covered = tuple[int, tuple[int, ...]]
 """Tokens of a path that are expanded without a gap, from the first one on, and the ids of the chunks that hold them."""
 
-NOT_COVERED: Covered = 0, ()
-
 
 def missing(pool: ExpandedPool, one: AllocationRequest) -> Iterator[Chunk]:
     """Yield the chunks of a range that are not expanded as far as it reaches, in order, up to the first that is not
@@ -55,7 +53,7 @@ def covered(pool: ExpandedPool, nodes: Sequence[Hashable], ends: Sequence[int], 
 
 def covered_paths(pool: ExpandedPool, tree: SharedTree) -> list[Covered]:
     """Return `[requests]` how far the path of each is expanded without a gap."""
-    found = {-1: NOT_COVERED}
+    found: dict[int, Covered] = {-1: (0, ())}
     for node in tree.deepest:
         if node not in found:
             tokens, chunks = covered(pool, *tree.path(node), 0)

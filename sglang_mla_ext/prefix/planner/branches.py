@@ -141,10 +141,6 @@ class Branches:
             index = self._branches[index].parent
         return index
 
-    def last_request(self, index: int) -> int:
-        """The last of the requests that hold a branch."""
-        return max(self.requests_of(index))
-
     def segment(self, part: Part, chunks: tuple[int, ...] = ()) -> Segment:
         """A part as a segment of all requests that hold its branch.
 

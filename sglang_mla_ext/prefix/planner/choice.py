@@ -79,7 +79,6 @@ class Chooser:
     """Chooser among the same covers at different prices.
 
     Attributes:
-        modes: ways that may be taken, each as a bit.
         most_rows: the most rows for which a way can be launched.
     """
 
@@ -91,7 +90,6 @@ class Chooser:
         self.branches, self._launched = branches, _LAUNCHED[modes]
         self.page = ways.page
         self.gains = ways.naive if modes & NAIVE else None, ways.grouped if modes & GROUPED else None
-        self.modes = [mode for mode in (NAIVE, GROUPED) if modes & mode]
         self.most_rows = sum(branch.rows for branch in branches if branch.parent < 0)
         self._joins = [of_branch.joins for of_branch in covers]
         self._covers = [of_branch.by_beginning for of_branch in covers]

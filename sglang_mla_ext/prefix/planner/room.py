@@ -90,7 +90,7 @@ def _priced(
     most = 0.0
     above, within = unlimited, NOTHING
     for left in range(ROUNDS if len(branches) <= FEW else 0, -1, -1):
-        parts, _ = limit_parts(above.parts, capacity, chooser)
+        parts = limit_parts(above.parts, capacity, chooser)
         saves = sum(part.gain for part in parts) - launch_cost(launched_rows(parts, branches), launch)
         if saves > most:
             best, most = parts, saves
@@ -116,15 +116,12 @@ def _weights(parts: Sequence[Part], branches: Branches, capacity: Capacity) -> t
     return segments, rows
 
 
-def limit_parts(parts: Sequence[Part], capacity: Capacity, chooser: Chooser) -> tuple[list[Part], int]:
+def limit_parts(parts: Sequence[Part], capacity: Capacity, chooser: Chooser) -> list[Part]:
     """Make parts fit, each time by what costs least for the room that it frees: a part that no other follows is
-    dropped, or a part is joined to all that follow it. What was dropped and fits in the end is taken back.
-
-    Returns:
-        the parts that are left, in their order, and how many fewer these are.
-    """
+    dropped, or a part is joined to all that follow it. What was dropped and fits in the end is taken back. Parts keep
+    their order."""
     if fits(parts, chooser.branches, capacity):
-        return list(parts), 0
+        return list(parts)
     fitting = _Fitting(parts, capacity, chooser)
     least, finish = math.inf, (0, -1)
     steps = 0
@@ -140,8 +137,7 @@ def limit_parts(parts: Sequence[Part], capacity: Capacity, chooser: Chooser) -> 
         for _ in range(finish[0]):
             fitting.reduce()
         fitting.remove(finish[1])
-    left = fitting.rest()
-    return left, len(parts) - len(left)
+    return fitting.rest()
 
 
 class _Fitting:

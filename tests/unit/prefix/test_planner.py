@@ -74,7 +74,7 @@ def plan_parts(branches: Branches, ways: Ways, expanded: Expanded) -> list[Part]
     return parts
 
 
-def limited(batch: Batch, ways: Ways, parts: Sequence[Part], capacity: Capacity) -> tuple[list[Part], int]:
+def limited(batch: Batch, ways: Ways, parts: Sequence[Part], capacity: Capacity) -> list[Part]:
     """`limit_parts`, of parts of a batch."""
     covers = all_covers(batch.branches, ways, batch.expanded_of)
     return limit_parts(parts, capacity, Chooser(batch.branches, covers, ways, ways.modes))
@@ -485,18 +485,18 @@ def test_groups_beyond_the_room_that_save_least_are_left_out() -> None:
     parts = plan_parts(branches, batch.ways(GAINS["naive"]), whole(branches))
     assert len(parts) == 20
     ways = batch.ways(GAINS["naive"])
-    assert limited(batch, ways, parts, Capacity(20, 100)) == (parts, 0)
+    assert limited(batch, ways, parts, Capacity(20, 100)) == parts
     for capacity in (Capacity(16, 100), Capacity(20, 84)):
-        left, dropped = limited(batch, ways, parts, capacity)
-        assert dropped == 4 and [part.branch for part in left] == list(range(4, 20)), "the shortest ones were dropped"
+        left = limited(batch, ways, parts, capacity)
+        assert [part.branch for part in left] == list(range(4, 20)), "the shortest ones were dropped"
 
 
 @settings(max_examples=80, deadline=None)
 @given(batches(), NAMES, st.integers(0, 6), st.integers(0, 60))
 def test_what_is_left_out_is_no_ones_ground(batch: Batch, name: str, most_segments: int, most_rows: int) -> None:
     parts = batch.parts(GAINS[name])
-    left, dropped = limited(batch, batch.ways(GAINS[name]), parts, Capacity(most_segments, most_rows))
-    assert len(left) + dropped == len(parts)
+    left = limited(batch, batch.ways(GAINS[name]), parts, Capacity(most_segments, most_rows))
+    assert len(left) <= len(parts)
     places = {(part.branch, part.end // CHUNK) for part in parts}
     assert all((part.branch, part.end // CHUNK) in places for part in left), "they end where they ended"
     assert {part.start for part in left} <= {part.start for part in parts}
@@ -619,6 +619,6 @@ def test_the_cost_is_that_of_the_tree() -> None:
     ways = Ways(every_range, None, CHUNK, PAGE)
     covers, parts = all_covers(branches, ways, whole(branches)), plan_parts(branches, ways, whole(branches))
     assert branches.segment(parts[0]).rows == tuple(range(2, 256)), "two leave inside the first chunk"
-    left, dropped = limit_parts(parts, Capacity(256, 512), Chooser(branches, covers, ways, ways.modes))
-    assert dropped and sum(branches[part.branch].rows for part in left) <= 512
+    left = limit_parts(parts, Capacity(256, 512), Chooser(branches, covers, ways, ways.modes))
+    assert len(left) < len(parts) and sum(branches[part.branch].rows for part in left) <= 512
     assert sum(part.gain for part in left) > 5 * sum(part.gain for part in parts[:2]), "joined, not dropped"

@@ -745,7 +745,6 @@ def test_branches_are_runs_of_nodes_that_the_same_requests_hold(
         segment = branches.segment(Part(index, index, branch.start, branch.end, Mode.NAIVE, 0.0))
         assert segment.rows == tuple(sorted(held)) and branch.requests == len(held)
         assert branch.rows == sum(counts[request] for request in held)
-        assert branches.last_request(index) == max(held)
         assert branch.ends == [ends[node] for node in branch.nodes] and branch.end == branch.ends[-1]
         first = above[branch.nodes[0]]
         assert branch.start == (ends[first] if first >= 0 else 0)
