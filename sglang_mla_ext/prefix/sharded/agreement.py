@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 
 from sglang_mla_ext.prefix.sharded.names import Name
 from sglang_mla_ext.prefix.sharded.report import Report
@@ -54,11 +52,6 @@ class Agreement:
         everywhere = frozenset.intersection(*(frozenset(each.held) for each in reports))
         return cls(tuple(reports), SharedTree(names, parents, ends, deepest), everywhere)
 
-    @cached_property
-    def rows(self) -> tuple[Rows, ...]:
-        """`[ranks]` of each rank's requests."""
-        return tuple(Rows.of(report.rows) for report in self.reports)
-
     def rows_of_all(self, query_tokens: int) -> Rows | None:
         """Return the rows of all requests; None where each has its query tokens, which costs count by requests.
 
@@ -68,10 +61,15 @@ class Agreement:
         rows = [count for report in self.reports for count in report.rows]
         return None if all(count == query_tokens for count in rows) else Rows.of(rows)
 
-    def first_rows(self, each: int) -> list[int]:
-        """Return the first row of each request of all ranks, of which rank r has `[r * each, (r + 1) * each)`."""
-        of_ranks = (zip(accumulate(rows.lens, initial=0), rows.lens, strict=False) for rows in self.rows)
-        return [rank * each + first for rank, firsts in enumerate(of_ranks) for first, _ in firsts]
+    def rows_of_each(self, each: int) -> list[range]:
+        """Return the rows of each request of all ranks, of which rank r has `[r * each, (r + 1) * each)`."""
+        found = []
+        for rank, report in enumerate(self.reports):
+            first = rank * each
+            for count in report.rows:
+                found.append(range(first, first + count))
+                first += count
+        return found
 
     def requests_of(self, rank: int) -> range:
         """Return a rank's requests among those of all."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
 from sglang_mla_ext.prefix.planner.plan import Plan
@@ -42,17 +43,13 @@ class ShardedPlan:
             rank: this one.
         """
         mine = agreement.requests_of(rank)
-        first_rows, rows_of_all = agreement.first_rows(each), agreement.rows_of_all(1)
-        counts = None if rows_of_all is None else rows_of_all.lens
+        rows_of = agreement.rows_of_each(each)
         of_all, of_mine, own = [], [], []
         for index, segment in enumerate(planned.plan.segments):
-            rows = [first_rows[request] for request in segment.rows]
-            if counts is not None:
-                several = zip(rows, (counts[request] for request in segment.rows), strict=True)
-                rows = [row + at for row, count in several for at in range(count)]
-            of_all.append(Segment(tuple(rows), segment.start, segment.end, segment.mode, segment.chunks))
+            rows = tuple(chain.from_iterable(rows_of[request] for request in segment.rows))
+            of_all.append(replace(segment, rows=rows))
             if holders := tuple(request - mine.start for request in segment.rows if request in mine):
-                of_mine.append(Segment(holders, segment.start, segment.end, segment.mode, segment.chunks))
+                of_mine.append(replace(segment, rows=holders))
                 own.append(index)
         names = tuple(names for _, names in planned.held())
         return cls(Plan(len(mine), tuple(of_mine)), tuple(own), each, tuple(of_all), names)
