@@ -15,16 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from sglang_mla_ext import BACKEND_NAME, __version__
 from sglang_mla_ext.observe import Counters
 
-
-def _totals() -> type[BaseModel]:
-    types = {"int": int, "float": float, "Counter[str]": dict[str, int]}
-    members: dict[str, Any] = {
-        each.name: (types[str(each.type)], Field(description=each.metadata["help"])) for each in fields(Counters)
-    }
-    return create_model("Totals", __doc__="Totals since the server started.", **members)
-
-
-Totals = _totals()
+_TYPES = {"int": int, "float": float, "Counter[str]": dict[str, int]}
+_TOTALS: dict[str, Any] = {
+    each.name: (_TYPES[str(each.type)], Field(description=each.metadata["help"])) for each in fields(Counters)
+}
+Totals = create_model("Totals", __doc__="Totals since the server started.", **_TOTALS)
 
 
 class Described(BaseModel):
