@@ -1,7 +1,4 @@
-"""The tree that a batch shares as branches: consecutive nodes that the same requests hold.
-
-Pure Python.
-"""
+"""The tree that a batch shares as branches: consecutive nodes that the same requests hold."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ prefix tokens (DeepSeek-V3's dimensions; the code takes any):
 | absorb         | B·W·H·L·1088 | B·L·576            |
 | grouped_absorb | B·W·H·L·1088 | L·576              |
 | naive          | B·W·H·L·320  | L·H·256 + L·64     |
-
-Pure Python.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ and all below it save is
 where a branch is attended to together with all above it, or is joined to its children. T depends on where the branch
 begins and on the ways that are launched for its rows already, so there is one for each of these. One pass from the
 leaves finds them all, and one from the roots what they were found with.
-
-Pure Python.
 """
 
 from __future__ import annotations

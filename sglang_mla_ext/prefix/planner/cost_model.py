@@ -1,7 +1,7 @@
 """Time of each way of attending to a shared prefix, per layer.
 
 The time of a mode is the larger of its memory time and its matrix time, plus the overhead of its launches. What it
-reads and multiplies is in break_even.py; rates are data, see gpu_rates.py. Pure Python.
+reads and multiplies is in break_even.py; rates are data, see gpu_rates.py.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A branch may be attended to together with tokens above it that no other branch attends to: its part then begins where
 one of the branches above begins. So each branch has a list of possible beginnings, its own first, and for each of these
 the ways that there are. How many branches are joined to one is bounded, so that the work is linear in the branches.
-
-Pure Python.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A launch takes the longer, the more rows take part, but each further one adds less. So between two numbers of rows it
 costs at least what the straight line between them does, and with that line's slope as the price of a row, the best
 choice is a bound for all that launch so many. What the bound leaves open is searched by cutting the range in two.
-
-Pure Python.
 """
 
 from __future__ import annotations

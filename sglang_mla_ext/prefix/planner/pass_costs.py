@@ -5,7 +5,7 @@
 | eager    | keys and values made by SGLang, then naive      | naive                       | the host's launches |
 | in graph | absorb, whose cost does not fall with more rows | absorb                      | the weights read    |
 
-What is expanded costs naive attention in both, and what a pass expands for itself is made once. Pure Python.
+What is expanded costs naive attention in both, and what a pass expands for itself is made once.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ ends with its last whole chunk, and those below begin there; only the last one o
 
 A row is a request here, however many query tokens it has in a step: they all share what it shares.
 
-Pure Python; knows neither SGLang nor torch. The same tree and rows give the same plan.
+The same tree and rows give the same plan.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     ideal = planner.best(candidates)                  # if whatever it needs is expanded
     planned = planner.plan(candidates, ideal, reach)  # with what is
 
-Pure Python. The same branches and expansions give the same plan.
+The same branches and expansions give the same plan.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Where there is too little room it has a price, which is raised until the choice fits: parts are joined to those below
 them, or left out. The last of the room goes to single parts.
-
-Pure Python.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranges of cached tokens that a prefill pass expands for itself alone, beyond what is expanded already.
 
 SGLang expands the cached prefix of every request anew in each pass. What several requests of the pass have in common
-needs that once, whether or not there is memory that keeps it. Pure Python.
+needs that once, whether or not there is memory that keeps it.
 """
 
 from __future__ import annotations
