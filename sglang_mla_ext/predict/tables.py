@@ -50,6 +50,11 @@ def make_table(of: Deployment, title: str | None, *columns: str) -> Table:
     return table
 
 
+def add_case(table: Table, of: Deployment, case: dict[str, Any], *cells: str) -> None:
+    """Add a case's row to a table of `make_table`."""
+    table.add_row(f"{case['prompt']:,}", requests(of, case), *cells)
+
+
 def requests(of: Deployment, case: dict[str, Any]) -> str:
     """Format the number of requests of all ranks, and of one rank where ranks have requests of their own."""
     return f"{case['requests']:,}" + (f" ({case['requests_per_rank']:,})" if of.dp > 1 else "")
@@ -77,7 +82,7 @@ def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
         if index and index % len(asked.requests) == 0:
             table.add_section()
         times = (f"{case['layer_ms'][mode.value]:.3f}" for mode in modes)
-        table.add_row(f"{case['prompt']:,}", requests(of, case), *times, planned(case), f"{case['saved']:.0%}")
+        add_case(table, of, case, *times, planned(case), f"{case['saved']:.0%}")
     return table
 
 
@@ -86,7 +91,7 @@ def gains_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     table = make_table(of, None, "plan", "stock tokens/s", "shared tokens/s", "ratio")
     for case in found["cases"]:
         rates = (f"{case['tokens_per_s'][way]:,.0f}" for way in ("absorb", "chosen"))
-        table.add_row(f"{case['prompt']:,}", requests(of, case), planned(case), *rates, ratio(case))
+        add_case(table, of, case, planned(case), *rates, ratio(case))
     return table
 
 
@@ -103,14 +108,9 @@ def steps_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     table = make_table(of, title, *columns)
     for case in found["cases"]:
         attention, rate = case["attention_ms"], case["tokens_per_s"]
-        times = (attention["absorb"], attention["chosen"], case["rest_ms"])
-        table.add_row(
-            f"{case['prompt']:,}",
-            requests(of, case),
-            *(f"{ms:.2f}" for ms in times),
-            *(f"{rate[name]:,.0f}" for name in ("absorb", "chosen")),
-            ratio(case),
-        )
+        times = (f"{ms:.2f}" for ms in (attention["absorb"], attention["chosen"], case["rest_ms"]))
+        rates = (f"{rate[name]:,.0f}" for name in ("absorb", "chosen"))
+        add_case(table, of, case, *times, *rates, ratio(case))
     return table
 
 
@@ -125,10 +125,9 @@ def arrivals_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table
             for way, name in (("absorb", "absorb"), ("chosen", "shared"), ("mixed", "mixed")):
                 served = arrivals[way]
                 ratio = served["tokens_per_s"] / arrivals["absorb"]["tokens_per_s"]
-                times = (served[time] for time in ("first_token_ms", "between_ms", "between_p99_ms"))
-                rate = f"{served['tokens_per_s']:,.0f}", f"{ratio:.2f}x"
-                row = f"{case['prompt']:,}", requests(of, case), f"{arrivals['prefill_pass_ms']:,.0f}", name
-                table.add_row(*row, *rate, *(f"{ms:,.0f}" for ms in times))
+                times = (f"{served[time]:,.0f}" for time in ("first_token_ms", "between_ms", "between_p99_ms"))
+                row = f"{arrivals['prefill_pass_ms']:,.0f}", name, f"{served['tokens_per_s']:,.0f}", f"{ratio:.2f}x"
+                add_case(table, of, case, *row, *times)
             table.add_section()
     return table
 
@@ -144,7 +143,7 @@ def memory_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
         taken = case["memory"]
         most = (f"{taken['most_requests'][way]:,}" for way in ("absorb", "chosen"))
         row = f"{taken['latent_gib']:.1f}", f"{case['expanded_gib']:.1f}", f"{taken['expanded_tokens']:,}", *most
-        table.add_row(f"{case['prompt']:,}", requests(of, case), *row)
+        add_case(table, of, case, *row)
     return table
 
 
