@@ -223,11 +223,8 @@ def attention_seconds(
 
     Args:
         cover: what of the prompt is attended to together.
-    Raises:
-        ValueError: the GPU has no constants of a step.
     """
-    if of.gpu.step is None:
-        raise ValueError(f"{of.gpu.key} has no constants of a step")
+    assert of.gpu.step is not None
     mixed_rows = of.mixed_rows(arriving)
     everyone = requests + mixed_rows
     if everyone * of.cost.ranks < 2:
