@@ -114,7 +114,7 @@ class Sharing:
         """
         self.source, self.pool, self.planner, self._counters = source, pool, planner, counters
         shortest = planner.options.min_prefix_len if shortest is None else shortest
-        self.expansion = Expansion(pool, expander, counters, shortest)
+        self.expansion = Expansion(pool, source, expander, counters, shortest)
         self.asked = Asked()
         self.shown = Step()
         self._decodes = decodes
@@ -159,16 +159,16 @@ class Sharing:
                 of = self.planner.prefill_candidates(branches)
                 best = self.planner.best(of).parts
                 parts = [part for part in best if max(branches.requests_of(part.branch)) >= first]
-                self.expansion.allot(self.planner.asked(of, parts), shared, self.source)
-                self.expansion.expand(self.source, most)
+                self.expansion.allot(self.planner.asked(of, parts), shared)
+                self.expansion.expand(most)
             return of_step
         of = self.planner.candidates(branches)
-        self.expansion.allot(self.planner.asked(of, self.planner.best(of).parts), shared, self.source)
-        self.expansion.expand(self.source, per_step)
+        self.expansion.allot(self.planner.asked(of, self.planner.best(of).parts), shared)
+        self.expansion.expand(per_step)
         if affordable:
             of = self.planner.prefill_candidates(Branches(of_step))
             asked = self.planner.asked(of, self.planner.best(of).parts)
-            self.expansion.expand_in_free_memory(asked, self.source, affordable)
+            self.expansion.expand_in_free_memory(asked, affordable)
         return of_step
 
     def plan_prefill(
@@ -257,8 +257,8 @@ class Sharing:
         if self.source.tree is None:
             self.asked = asked
         else:
-            self.expansion.allot(*asked, self.source)
-            self.expansion.expand(self.source, self.planner.options.expand_tokens_per_step)
+            self.expansion.allot(*asked)
+            self.expansion.expand(self.planner.options.expand_tokens_per_step)
         return self.planner.plan(of, ideal, self.source.reach)
 
     # ---- what is known of it

@@ -49,22 +49,25 @@ class Expansion:
         tokens_without_memory: that were worth expanding at the last `allot`, and for which there was no memory.
     """
 
-    def __init__(self, pool: ExpandedPool, expander: Expander | None, counters: Counters, shortest: int = 1) -> None:
+    def __init__(
+        self, pool: ExpandedPool, nodes: Nodes, expander: Expander | None, counters: Counters, shortest: int
+    ) -> None:
         """
         Args:
+            nodes: that own chunks of the pool.
             expander: None where the pool has no chunks.
             shortest: tokens from the root up to which a range must have memory to be expanded.
         """
-        self._pool, self._expander, self._counters = pool, expander, counters
+        self._pool, self._nodes, self._expander, self._counters = pool, nodes, expander, counters
         self._shortest = shortest
         self._missing: list[_Missing] = []
         self._announced = False
         self.under_way = False
         self.tokens_without_memory = 0
 
-    def allot(self, asked: Sequence[AllocationRequest], shared: Sequence[Sequence[Hashable]], nodes: Nodes) -> None:
+    def allot(self, asked: Sequence[AllocationRequest], shared: Sequence[Sequence[Hashable]]) -> None:
         """Give memory to what is asked for; arguments are those of `ExpandedPool.allot`."""
-        reached, evicted = self._pool.allot(asked, nodes, shared)
+        reached, evicted = self._pool.allot(asked, self._nodes, shared)
         self._counters.evictions += evicted
         self.tokens_without_memory = sum(one.end - reach for one, reach in zip(asked, reached, strict=True))
         if not all(map(self._is_of_use, asked, reached)):
@@ -72,17 +75,17 @@ class Expansion:
         self._missing = list(self._not_expanded(asked, reached))
         self.under_way = bool(self._missing)
 
-    def expand(self, nodes: Nodes, most: int) -> None:
+    def expand(self, most: int) -> None:
         """Expand at most `most` tokens, but one chunk at least, of what the last `allot` gave memory to."""
         left, self._missing = self._missing, []
-        self._expand(left, nodes, most)
+        self._expand(left, most)
 
-    def expand_in_free_memory(self, asked: Sequence[AllocationRequest], nodes: Nodes, most: int) -> None:
+    def expand_in_free_memory(self, asked: Sequence[AllocationRequest], most: int) -> None:
         """Expand `most` tokens of what one step asks for, which takes no memory from anything else."""
-        reached, _ = self._pool.allot([one._replace(worth=0.0) for one in asked], nodes, evict=False)
+        reached, _ = self._pool.allot([one._replace(worth=0.0) for one in asked], self._nodes, evict=False)
         left = list(self._not_expanded(asked, reached))
         self.under_way |= bool(left)
-        self._expand(left, nodes, most)
+        self._expand(left, most)
 
     def forget(self) -> None:
         """Expand nothing that was asked for: what was known is no more."""
@@ -97,10 +100,10 @@ class Expansion:
             if self._is_of_use(one, reach) and (chunks := list(missing(self._pool, one._replace(end=reach)))):
                 yield _Missing(one, reach, chunks)
 
-    def _expand(self, ranges: Sequence[_Missing], nodes: Nodes, most: int) -> None:
+    def _expand(self, ranges: Sequence[_Missing], most: int) -> None:
         left = max(most // self._pool.chunk_tokens, 1)
         for one in ranges:
-            chunks = list(takewhile(lambda chunk: self._can_expand(chunk, nodes), one.chunks[:left]))
+            chunks = list(takewhile(self._can_expand, one.chunks[:left]))
             for piece in _consecutive(chunks):
                 self._expand_piece(one, piece)
             if len(chunks) == len(one.chunks):
@@ -109,9 +112,9 @@ class Expansion:
             if not left:
                 break
 
-    def _can_expand(self, chunk: Chunk, nodes: Nodes) -> bool:
+    def _can_expand(self, chunk: Chunk) -> bool:
         is_owned = self._pool.chunk(chunk.node, chunk.index) is chunk  # it may have been dropped since it was allotted
-        return is_owned and nodes.is_here(chunk.node)
+        return is_owned and self._nodes.is_here(chunk.node)
 
     def _expand_piece(self, one: _Missing, piece: Sequence[Chunk]) -> None:
         assert self._expander is not None, "chunks without an expander"

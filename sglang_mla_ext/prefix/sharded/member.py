@@ -24,11 +24,7 @@ from sglang_mla_ext.prefix.sharing import Sharing, Step
 
 
 class Member:
-    """See the module.
-
-    Attributes:
-        rank: this one.
-    """
+    """See the module."""
 
     def __init__(self, sharing: Sharing, reports: Reports, rank: int) -> None:
         """
@@ -51,7 +47,7 @@ class Member:
         self._reports.begin(paths)
         if not self._settled and self.has_agreed:
             expansion = self._sharing.expansion
-            expansion.allot(*self._sharing.asked, self._reports)
+            expansion.allot(*self._sharing.asked)
             self._settled = not (expansion.under_way or self._sharing.pool.waiting)
         return self._reports.report(rows)
 
@@ -97,4 +93,4 @@ class Member:
 
     def expand(self) -> None:
         """Expand what ranks asked for, before a step."""
-        self._sharing.expansion.expand(self._reports, self._sharing.planner.options.expand_tokens_per_step)
+        self._sharing.expansion.expand(self._sharing.planner.options.expand_tokens_per_step)
