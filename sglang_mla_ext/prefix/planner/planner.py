@@ -87,23 +87,18 @@ class Planner:
             grouped_page: grouped absorb takes whole pages of so many tokens; None where there is no grouped absorb.
         """
         self.options = options
-        self._cost, self._capacity, self._chunk_tokens, self._counters = cost, capacity, chunk_tokens, counters
+        self.cost, self._capacity, self._chunk_tokens, self._counters = cost, capacity, chunk_tokens, counters
         self._cost_of_tokens = replace(cost, query_tokens=1)  # in prefill each new token is counted
         self._naive, self._grouped_page = naive, grouped_page
 
     @property
     def latent_bytes(self) -> int:
         """Bytes of a token in all layers, as plain absorb reads it for each request."""
-        return self._cost.latent_row_bytes * self._cost.dims.num_layers
-
-    @property
-    def query_tokens(self) -> int:
-        """Query tokens of a request in a step."""
-        return self._cost.query_tokens
+        return self.cost.latent_row_bytes * self.cost.dims.num_layers
 
     def candidates(self, branches: Branches) -> Candidates:
         """Return what a decode step could share."""
-        gains = self._gains(self._cost, branches.tokens)
+        gains = self._gains(self.cost, branches.tokens)
         page, shortest = self._grouped_page or 1, self.options.min_prefix_len
         return Candidates(branches, Ways(gains.naive, gains.grouped, self._chunk_tokens, page, shortest), gains.launch)
 

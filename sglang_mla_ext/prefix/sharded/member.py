@@ -59,7 +59,7 @@ class Member:
         """
         agreement = Agreement.of(reports, self._sharing.pool.chunk_tokens)
         self._reports.agreement = agreement
-        rows = agreement.rows_of_all(self._sharing.planner.query_tokens)
+        rows = agreement.rows_of_all(self._sharing.planner.cost.query_tokens)
         self._planned = self._sharing.plan_shared(agreement.tree, rows)
         self._settled = False
         return ShardedPlan.of(self._planned, agreement, self.rank, each)
