@@ -14,16 +14,11 @@ from sglang_mla_ext.predict.step import Deployment, predict
 LAYERS = ("num_hidden_layers", "num_layers", "num_attention_layers")
 
 
-class Drafting:
-    """Time of the layer that drafts for a deployment; none without drafts."""
-
-    def __init__(self, of: Deployment) -> None:
-        self._passes: list[Deployment] = []
-        if of.query_tokens > 1:
-            config = {**of.config, "first_k_dense_replace": 0} | {name: 1 for name in LAYERS if name in of.config}
-            verified = replace(of, config=config, prefix_sharding=False)
-            self._passes = [verified, *[replace(verified, query_tokens=1)] * (of.query_tokens - 2)]
-
-    def seconds(self, requests: int, prompt: int, tail: int) -> float:
-        """Return the seconds of drafting beside a verify step; arguments are those of `step.predict`."""
-        return sum(predict(each, PLAIN, requests, prompt, tail).seconds for each in self._passes)
+def drafting_seconds(of: Deployment, requests: int, prompt: int, tail: int) -> float:
+    """Return the seconds of drafting beside a verify step, 0 without drafts; arguments are those of `step.predict`."""
+    if of.query_tokens == 1:
+        return 0.0
+    config = {**of.config, "first_k_dense_replace": 0} | {name: 1 for name in LAYERS if name in of.config}
+    verified = replace(of, config=config, prefix_sharding=False)
+    passes = [verified, *[replace(verified, query_tokens=1)] * (of.query_tokens - 2)]
+    return sum(predict(each, PLAIN, requests, prompt, tail).seconds for each in passes)
