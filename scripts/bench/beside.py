@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,11 @@ class Placed:
 
     Attributes:
         backend: of attention, and its flags.
-        turn: of those in which servers are started, from 0.
         gpu: as CUDA_VISIBLE_DEVICES says it; None for where it will.
         log: file that takes its output.
     """
 
     backend: str
-    turn: int
     gpu: str | None
     log: Path
 
@@ -54,21 +52,13 @@ class Placed:
         return self.log.with_suffix(".client.log")
 
 
-def in_turns(backends: Sequence[str], gpus: Sequence[str | None], swap: bool, logs: Path) -> list[list[Placed]]:
-    """Return which servers run at the same time, one group after the other: as many as there are GPUs.
-
-    Args:
-        swap: all once more in reverse order: where two share two GPUs, each on the other's.
-    """
-    turns = [backends, backends[::-1]] if swap else [backends]
-    return [
-        [
-            Placed(name, turn, gpu, logs / f"server-{turn}-{first + place}-{shlex.split(name)[0]}.log")
-            for place, (name, gpu) in enumerate(zip(names[first:], gpus, strict=False))
-        ]
-        for turn, names in enumerate(turns)
-        for first in range(0, len(names), len(gpus))
+def in_turns(backends: Sequence[str], gpus: Sequence[str | None], logs: Path) -> list[list[Placed]]:
+    """Return which servers run at the same time, one group after the other: as many as there are GPUs."""
+    placed = [
+        Placed(name, gpu, logs / f"server-{number}-{shlex.split(name)[0]}.log")
+        for number, (name, gpu) in enumerate(zip(backends, itertools.cycle(gpus), strict=False))
     ]
+    return [placed[first : first + len(gpus)] for first in range(0, len(placed), len(gpus))]
 
 
 @dataclass
@@ -99,9 +89,9 @@ class Comparison:
     def measure(self, url: str, placed: Placed) -> None:
         """Run all workloads on a server; raises what is in FAILURES."""
         on = {"on": placed.gpu} if placed.gpu else {}
-        for number, workload in product(range(self.rounds), self.workloads):
+        for number, workload in itertools.product(range(self.rounds), self.workloads):
             timings = run_workload(url, workload, self.seed, placed.client_log)
-            run = Run(placed.backend, workload, 1 + placed.turn * self.rounds + number, timings)
+            run = Run(placed.backend, workload, 1 + number, timings)
             self.found.append(run)
             where = f"{placed.backend} on GPU {placed.gpu}" if on else placed.backend
             self.console.print(f"{where}: {describe_run(run)}", markup=False, highlight=False)
@@ -118,7 +108,7 @@ class Comparison:
 
     def measure_running(self, url: str) -> None:
         """Measure a server that runs, of the one backend; ends as `run` does."""
-        placed = Placed(self.backends[0], 0, None, self.logs / "running.log")
+        placed = Placed(self.backends[0], None, self.logs / "running.log")
         try:
             self.measure(url, placed)
         except FAILURES as error:
@@ -132,7 +122,6 @@ class Comparison:
         *,
         gpus: str | None = None,
         together: bool = False,
-        swap: bool = False,
         end: float = math.inf,
     ) -> None:
         """Start servers, as many at a time as there are GPUs, measure them, and print a table for each workload.
@@ -145,7 +134,7 @@ class Comparison:
             typer.Exit: something failed, or there was no time for all of it.
         """
         places = gpus.split(",") if gpus else [None] * (len(self.backends) if together else 1)
-        for group in in_turns(self.backends, places, swap, self.logs):
+        for group in in_turns(self.backends, places, self.logs):
             if time.monotonic() >= end:
                 break
             self.console.rule(" beside ".join(placed.backend for placed in group))

@@ -39,14 +39,11 @@ FIELDS = {
 }
 NODE_FIELDS = {"tokens", "requests", "below"}
 
-DATASETS = ("mmlu", "gsm8k", "simpleqa")
 AGENTS = {"agents": "short histories", "long_agents": "long histories"}
 """Kinds of agent sessions, and their cases of the workload `agent_sessions`."""
-KINDS = ("decode", "short", *AGENTS, *DATASETS)
+KINDS = ("decode", "short", *AGENTS)
 OWN_TOKENS = [350, 450]
 """Fewest and most own tokens of a request of `decode`."""
-MOST_TOKENS = 2048
-"""Longest answers of a dataset, as in TyphoonMLA's figure 3."""
 DECODE_INTERVAL = 16
 """Tokens of an answer of `decode` sent in one piece, so that HTTP does not set the pace. Of the others each is sent
 alone: what holds up one token must not be spread over several."""
@@ -281,10 +278,10 @@ def make_load(
     """Draw a workload and its warm-up.
 
     Args:
-        kind: `decode` sends all requests at once, agents all sessions; the others so many at a time, with the lengths
-            of the workload `short_answers` or of a dataset.
+        kind: `decode` sends all requests at once, agents all sessions; `short` so many at a time, with the lengths of
+            the workload `short_answers`.
         vocabulary: `[tokens]` the ids that texts are drawn from.
-        answers: of all but `decode`, as a multiple of `concurrency`; output_tokens: of each answer of `decode`.
+        answers: of `short`, as a multiple of `concurrency`; output_tokens: of each answer of `decode`.
     """
     decode, agents = kind == "decode", kind in AGENTS
     measured = concurrency if decode or agents else answers * concurrency
@@ -311,8 +308,5 @@ def lengths_of(kind: str, output_tokens: int) -> dict[str, Any]:
         config = read_config("workloads", "agent_sessions")
         (case,) = (case for case in config["cases"] if case["name"] == AGENTS[kind])
         return {name: (config | case)[name] for name in ("own_tokens", "output_tokens", "turns", "tool_tokens")}
-    if kind == "short":
-        config = read_config("workloads", "short_answers")
-        return {name: config[name] for name in ("own_tokens", "output_tokens")}
-    answers = {"workload": kind, "of": "generated_tokens", "most": MOST_TOKENS}
-    return {"own_tokens": {"workload": kind, "of": "prompt_tokens"}, "output_tokens": answers}
+    config = read_config("workloads", "short_answers")
+    return {name: config[name] for name in ("own_tokens", "output_tokens")}
