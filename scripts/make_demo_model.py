@@ -12,12 +12,6 @@ For benchmarks: DeepSeek-V3's own dimensions with few layers and no weights (SGL
 
     python scripts/make_demo_model.py OUT --config-only --layers 4 --heads 128 --hidden 7168 \\
         --intermediate 18432 --q-lora-rank 1536 --vocab 8192 --max-positions 65536
-
-Or what one of eight ranks holds of a whole model, in FP8 and with its experts, for `bench_rank.py`: a slice of
-everything (`tp8`; `tp16`: one of sixteen), or all heads and whole experts (`dp8`, DP attention). No other setting but
-these applies:
-
-    python scripts/make_demo_model.py OUT --rank tp8 [--of deepseek-v3] [--layers 61]
 """
 
 from __future__ import annotations
@@ -27,12 +21,11 @@ from typing import Annotated
 
 import typer
 from demo_model.checkpoint import YARN_ORIGINAL_POSITIONS, Settings, make
-from demo_model.rank import ALL_LAYERS, DIVIDED, MODELS, Rank, make_rank
 
 
 def main(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    layers: Annotated[int | None, typer.Option(min=1, help="[2; of a rank all]")] = None,
+    layers: Annotated[int, typer.Option(min=1)] = 2,
     heads: Annotated[int, typer.Option(min=1)] = 4,
     hidden: Annotated[int, typer.Option(min=16)] = 128,
     intermediate: Annotated[int, typer.Option(min=16, help="Width of the dense MLP.")] = 512,
@@ -44,22 +37,10 @@ def main(
     fp8_blocks: Annotated[bool, typer.Option("--fp8-blocks", help="Projections in FP8, as DeepSeek-V3's own.")] = False,
     experts: Annotated[bool, typer.Option("--experts", help="Mixtures of experts behind the first layer.")] = False,
     nextn: Annotated[bool, typer.Option("--nextn", help="One more layer, for speculative decoding.")] = False,
-    rank: Annotated[
-        str | None, typer.Option(help=f"{', '.join(DIVIDED)}: one rank of a whole model, without weights.")
-    ] = None,
-    of: Annotated[str, typer.Option(help=f"The model of --rank: {' or '.join(MODELS)}.")] = MODELS[0],
 ) -> None:
     """Write a small random checkpoint of DeepSeek-V3's architecture."""
-    if rank is None:
-        sizes = layers or 2, heads, hidden, intermediate, q_lora_rank, vocab, max_positions
-        written = make(out, Settings(*sizes, seed, config_only, fp8_blocks, nextn, experts))
-    elif rank in DIVIDED and of in MODELS:
-        try:
-            written = make_rank(out, Rank(rank, layers or ALL_LAYERS[of], of))
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    else:
-        raise typer.BadParameter(f"--rank is one of {', '.join(DIVIDED)}, --of one of {', '.join(MODELS)}")
+    sizes = layers, heads, hidden, intermediate, q_lora_rank, vocab, max_positions
+    written = make(out, Settings(*sizes, seed, config_only, fp8_blocks, nextn, experts))
     print(f"{out}: {'written' if written else 'up to date'}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import bench_rank
-import make_demo_model
 import numpy as np
 import pytest
 import typer
@@ -131,15 +129,6 @@ def test_a_ranks_sizes_fit_the_blocks_and_the_router(divided: str, model: str) -
         assert config[width] % block == 0
     per_group = config["n_routed_experts"] // config["n_group"]
     assert per_group >= 2 and per_group * config["topk_group"] >= config["num_experts_per_tok"]
-
-
-def test_the_command_writes_a_rank(tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(make_demo_model.main)
-    done = CliRunner().invoke(app, [str(tmp_path / "rank"), "--rank", "dp8", "--layers", "4"])
-    assert done.exit_code == 0 and "written" in done.output
-    assert json.loads((tmp_path / "rank/config.json").read_text()) == rank_config(Rank("dp8", 4))
-    assert CliRunner().invoke(app, [str(tmp_path / "rank"), "--rank", "tp9"]).exit_code == 2
 
 
 def load(kind: str, concurrency: int = 8, **options: Any) -> Workload:
