@@ -1,7 +1,7 @@
 """Time attention over shared, expanded prefixes on the GPU, and rivals on the same cases.
 
     python scripts/bench_attention.py --out benchmarks/results/attention.jsonl
-    python scripts/bench_attention.py --prefix 7069 --groups 8x16 --groups 200+56x1
+    python scripts/bench_attention.py --prefix 7069 --heads 16 --batch 128 --batch 256
 
 Every line of the output is one measurement: the median time of a CUDA graph of one call, L2 flushed before each.
 DeepSeek-V3's dimensions. Parts: `naive` is the shared part alone, `all` it, the merge, and FlashMLA over the private
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench.cases import Case, parse_groups
+from bench.cases import Case
 from bench.measured import Asked, measure_cases
 from bench.ours import DTYPES, floor_ms
 from bench.rivals import RIVALS
@@ -33,25 +33,20 @@ DEFAULT_GRID = [  # prefix, heads, batches
     (26472, 64, [128, 512]),
     (26472, 16, [128, 512]),
 ]
-COLUMNS = {name: f"{{{name}}}" for name in ("heads", "prefix", "batch", "spec", "dtype", "impl", "part")}
+COLUMNS = {name: f"{{{name}}}" for name in ("heads", "prefix", "batch", "dtype", "impl", "part")}
 
 
-def cases_of(
-    prefix: list[int] | None, heads: list[int] | None, batch: list[int] | None, groups: list[str] | None
-) -> list[Case]:
+def cases_of(prefix: list[int] | None, heads: list[int] | None, batch: list[int] | None) -> list[Case]:
     """The cases that the options ask for: the default grid without any, else their product."""
-    if not (prefix or heads or batch or groups):
+    if not (prefix or heads or batch):
         return [Case(length, TAIL, n, (rows,)) for length, n, batches in DEFAULT_GRID for rows in batches]
-    batch = batch or ([] if groups else [128, 512])
-    batches = [((rows,), 0, None) for rows in batch] + [(*parse_groups(spec), spec) for spec in groups or []]
-    return [Case(*case, *of) for *case, of in itertools.product(prefix or [26472], [TAIL], heads or [128], batches)]
+    asked_for = itertools.product(prefix or [26472], heads or [128], batch or [128, 512])
+    return [Case(length, TAIL, n, (rows,)) for length, n, rows in asked_for]
 
 
 def asked(case: Case) -> Iterator[Asked]:
     """Yield what is timed in a case."""
-    for name, rival in RIVALS.items():
-        if not (rival.one_group and case.spec):
-            yield name, "all", rival.dtype
+    yield from ((name, "all", rival.dtype) for name, rival in RIVALS.items())
     yield from (("hybrid_mla", part, dtype) for dtype in DTYPES for part in ("naive", "all"))
     if case.heads in STACKED_HEADS:
         yield "hybrid_mla", "grouped_absorb", "bf16"
@@ -67,17 +62,12 @@ def main(
     prefix: Annotated[list[int] | None, typer.Option(min=1, help="tokens of the shared prefix (repeatable)")] = None,
     heads: Annotated[list[int] | None, typer.Option(min=1, help="local heads (repeatable)")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="requests that share the prefix (repeatable)")] = None,
-    groups: Annotated[list[str] | None, typer.Option(help="several groups: 8x16, 200+56x1 (repeatable)")] = None,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 100,
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
     """Time attention over shared prefixes: a default grid of cases, or every combination of the options given."""
-    try:
-        cases = cases_of(prefix, heads, batch, groups)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     title = "attention over shared prefixes"
-    measure_cases(cases, asked, floor, title=title, columns=COLUMNS, rep_ms=rep_ms, out=out)
+    measure_cases(cases_of(prefix, heads, batch), asked, floor, title=title, columns=COLUMNS, rep_ms=rep_ms, out=out)
 
 
 if __name__ == "__main__":

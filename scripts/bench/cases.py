@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,6 @@ class Case:
     heads: int  # of this rank
     sizes: tuple[int, ...]  # rows of each group
     alone: int = 0  # rows
-    spec: str | None = None  # how the groups were asked for; None for one group of all rows
     s_q: int = 1  # query tokens of each row
     longest: int = 0  # tokens of the longest row, if they share nothing and are not all as many as `tail`
 
@@ -68,7 +66,7 @@ class Case:
         """The `case` of a record; dtype: bf16 or fp8."""
         fields = dict(prefix=self.prefix, tail=self.tail, heads=self.heads, batch=self.batch, groups=len(self.sizes))
         fields |= dict(s_q=self.s_q, dtype=dtype)
-        return fields | {name: of for name in ("spec", "longest") if (of := getattr(self, name))}
+        return fields | ({"longest": self.longest} if self.longest else {})
 
 
 def page_table(lengths: list[int], sizes: tuple[int, ...], shared_pages: int) -> tuple[list[list[int]], int]:
@@ -100,26 +98,6 @@ def padded(pages: list[list[int]]) -> list[list[int]]:
     """Lists of pages as rows of a table: 0 behind a row's last page."""
     longest = max(map(len, pages))
     return [of_row + [0] * (longest - len(of_row)) for of_row in pages]
-
-
-def parse_groups(spec: str) -> tuple[tuple[int, ...], int]:
-    """Read a description of a batch: `8x16` is 8 groups of 16 rows, `200+56x1` a group of 200 and 56 rows alone.
-
-    Returns:
-        rows of each group, at least 2 in each, and the number of rows alone.
-    Raises:
-        ValueError: it is something else, or has no group.
-    """
-    sizes: list[int] = []
-    for term in spec.split("+"):
-        match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", term)
-        if match is None:
-            raise ValueError(f"groups must be like 8x16 or 200+56x1, not {spec!r}")
-        sizes += [int(match[2])] * int(match[1] or 1)
-    groups = tuple(size for size in sizes if size > 1)
-    if not groups:
-        raise ValueError(f"{spec!r} has no group of two rows or more")
-    return groups, sizes.count(1)
 
 
 def parse_case(spec: str) -> Case:

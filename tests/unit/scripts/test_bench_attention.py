@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bench.cases import Case, page_table, parse_groups
+from bench.cases import Case, page_table
 from bench.rivals import RIVALS
 
 
@@ -23,20 +23,6 @@ def timing():
     return pytest.importorskip("bench.timing")
 
 
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [("128", ((128,), 0)), ("8x16", ((16,) * 8, 0)), ("200+56x1", ((200,), 56)), ("2x3+4+1", ((3, 3, 4), 1))],
-)
-def test_group_spec(spec, expected):
-    assert parse_groups(spec) == expected
-
-
-@pytest.mark.parametrize("spec", ["", "x", "8x", "x16", "8x0", "0x8", "a", "8x16+", "-1", "2x3x4", "56x1"])
-def test_bad_group_spec(spec):
-    with pytest.raises(ValueError, match="group"):
-        parse_groups(spec)
-
-
 def test_floor(shared):
     """Few rows: bytes at the copy's speed. Many: products, of which FP8 does 256 of 320 at its own rate."""
     ceilings = shared.Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200)
@@ -49,16 +35,16 @@ def test_floor(shared):
 
 
 def test_floor_counts_every_prefix_and_no_row_alone(shared):
-    case = Case(1000, 512, 16, (16,) * 8, alone=5, spec="8x16+5x1")
+    case = Case(1000, 512, 16, (16,) * 8, alone=5)
     one = Case(1000, 512, 16, (128,))
     assert shared.shared_bytes(case, "fp8") == 8 * shared.shared_bytes(one, "fp8")
     assert case.shared_flops == one.shared_flops
 
 
 def test_cases(command):
-    assert len(command.cases_of(None, None, None, None)) == 12
-    (case,) = command.cases_of([7069], [16], None, ["200+56x1"])
-    assert case == Case(7069, 512, 16, (200,), 56, "200+56x1")
+    assert len(command.cases_of(None, None, None)) == 12
+    assert command.cases_of([7069], [16], None) == [Case(7069, 512, 16, (rows,)) for rows in (128, 512)]
+    case = Case(7069, 512, 16, (200,), alone=56)
     assert case.batch == 256
     assert case.fields("fp8")["groups"] == 1
 
