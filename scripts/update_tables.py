@@ -21,8 +21,8 @@ def main(
     images: Annotated[bool, typer.Option("--images", help="Draw the images, too.")] = False,
 ) -> None:
     """Write the tables of README.md and docs from records and recipes, between their marks."""
-    pages = {page: parts for page, parts in specs().items() if page.endswith(".md")}
-    tables = {page: {name: block(parts) for name, parts in blocks.items()} for page, blocks in pages.items()}
+    pages = {page: blocks for page, blocks in specs().items() if page.endswith(".md")}
+    tables = {page: {name: block(spec) for name, spec in blocks.items()} for page, blocks in pages.items()}
     for image in specs().keys() - pages.keys() if images else ():
         draw(specs()[image], REPOSITORY / image)
     stale = [name for name, of_file in tables.items() if not fill(REPOSITORY / name, of_file, write=not check)]

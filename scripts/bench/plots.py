@@ -1,7 +1,7 @@
 """Draw the images of README.md and docs: the rows of a table (bench/tables.py), and what of them is shown.
 
 - `row` and `column`: format strings that tell panels apart, and their titles; `x`: the field along the axis.
-- `series`: label -> `y`, `mark` (a second value, a line across a bar) and `color`; values are fields as in cells.
+- `series`: label -> `y` and `mark` (a second value, a line across a bar), which are fields as in cells.
 - `kind`: `bars`, or `lines` on a logarithmic scale; `above`: what stands above each group of bars.
 - `xlabel`, `ylabel`, and `panel`: width and height in inches.
 """
@@ -102,8 +102,7 @@ def bars(axes: Any, spec: Spec, rows: Sequence[Row], ticks: Sequence[Any]) -> Ma
         offset = (index - (len(spec["series"]) - 1) / 2) * width
         places = [ticks.index(row[spec["x"]]) + offset for row in rows]
         heights = [y or 0 for y in values(spec, name, "y", rows)]
-        color = of.get("color", COLOURS[index])
-        shown[name] = axes.bar(places, heights, width, color=color, edgecolor="0.2", linewidth=0.6)
+        shown[name] = axes.bar(places, heights, width, color=COLOURS[index], edgecolor="0.2", linewidth=0.6)
         marked = values(spec, name, "mark", rows)
         if of.get("mark"):
             ends = ([place + side * width * 0.4 for place in places] for side in (-1, 1))
@@ -127,6 +126,6 @@ def lines(axes: Any, spec: Spec, rows: Sequence[Row], ticks: Sequence[Any]) -> M
     axes.set_xticks(ticks)
     return {
         name: axes.plot([row[spec["x"]] for row in rows], values(spec, name, "y", rows), "os^Dvxp*h"[index] + "-",
-                        color=of.get("color", COLOURS[index]))[0]
-        for index, (name, of) in enumerate(spec["series"].items())
+                        color=COLOURS[index])[0]
+        for index, name in enumerate(spec["series"])
     }  # fmt: skip

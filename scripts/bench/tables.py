@@ -98,17 +98,12 @@ def specs() -> dict[str, dict[str, Any]]:
     return found
 
 
-def block(parts: Spec | Sequence[Spec | str]) -> str:
-    """Return what stands between the marks of a block: tables and texts, and where the figures come from."""
-    made, records = [], []
-    for part in [parts] if isinstance(parts, Mapping) else parts:
-        if isinstance(part, str):
-            made.append(part)
-            continue
-        rows = rows_of(part, read_all(part["records"]) if "records" in part else [])
-        made.append(table(part["columns"], rows, padded=part.get("padded", True)))
-        records += [record for row in rows for record in row["records"] if part.get("note", True)]
-    return "\n\n".join([*made, *([made_with(records)] if records else [])])
+def block(spec: Spec) -> str:
+    """Return what stands between the marks of a block: a table, and where the figures come from."""
+    rows = rows_of(spec, read_all(spec["records"]) if "records" in spec else [])
+    made = table(spec["columns"], rows, padded=spec.get("padded", True))
+    records = [record for row in rows for record in row["records"] if spec.get("note", True)]
+    return f"{made}\n\n{made_with(records)}" if records else made
 
 
 def read_all(names: str | Sequence[str]) -> list[Record]:
