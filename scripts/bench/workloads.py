@@ -13,7 +13,7 @@ from a seed: lengths, token ids, and the order of the sessions. A file says
 - `cases`: the same with these values instead, each with a `name`.
 
 A length is a number, `[smallest, largest]`, or `{"workload": "mmlu", "of": "prompt_tokens"}`, drawn from the quantiles
-of a published workload: DeepSeek-V3's, or those of another `model`; with `most`, longer ones are cut.
+of a published workload, as DeepSeek-V3 answers it.
 
 `make_load` draws those of `bench_rank.py`: requests that share one prompt, all at once or so many at a time.
 """
@@ -242,26 +242,16 @@ def draw_lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> list
     return drawn
 
 
-def published_lengths(
-    workload: str,
-    of: str,
-    count: int,
-    rng: np.random.Generator,
-    *,
-    model: str = "deepseek-v3",
-    most: int | None = None,
-) -> list[int]:
-    """Lengths in tokens, drawn from a published workload's quantiles.
+def published_lengths(workload: str, of: str, count: int, rng: np.random.Generator) -> list[int]:
+    """Lengths in tokens, drawn from the quantiles of a published workload with DeepSeek-V3's tokens and answers.
 
     Args:
         of: `prompt_tokens` or `generated_tokens`.
-        model: whose tokens and answers.
-        most: longer ones are cut.
     """
-    quantiles = read_config("workloads", workload)["models"][model][of]["quantiles"]
+    quantiles = read_config("workloads", workload)["models"]["deepseek-v3"][of]["quantiles"]
     percents = [float(percent) for percent in quantiles]
     drawn = np.interp(rng.uniform(0, 100, count), percents, list(quantiles.values()))
-    lengths: list[int] = np.clip(drawn.round().astype(int), 1, most).tolist()
+    lengths: list[int] = drawn.round().clip(min=1).astype(int).tolist()
     return lengths
 
 

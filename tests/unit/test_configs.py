@@ -22,8 +22,7 @@ def test_names():
     assert "deepseek-v3" in config_names("models")
     assert config_names("workloads") == [
         *("agent_sessions", "agents", "burst", "churn", "four_prompts", "gsm8k", "mixed", "mmlu", "nested"),
-        *("short_answers", "simpleqa"),
-        *("system_prompts", "typhoonmla", "typhoonmla_kimi"),
+        *("short_answers", "simpleqa", "system_prompts"),
     ]
 
 

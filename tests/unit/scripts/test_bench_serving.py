@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from bench import client
-from bench.workloads import make_workload, published_lengths
+from bench.workloads import published_lengths
 from bench_serving import shared_prompts
 
 from sglang_mla_ext.configs import read_config
@@ -128,33 +128,3 @@ def test_question_lengths_follow_the_workload(workload):
     quantiles = read_config("workloads", workload)["models"]["deepseek-v3"]["prompt_tokens"]["quantiles"]
     assert np.median(lengths) == pytest.approx(quantiles["50"], rel=0.05)
     assert quantiles["0"] <= min(lengths) <= max(lengths) <= quantiles["100"]
-
-
-def test_lengths_may_be_another_models_and_cut():
-    draw = {
-        (model, most): published_lengths(
-            "mmlu", "generated_tokens", 20_000, np.random.default_rng(0), model=model, most=most
-        )
-        for model in ("deepseek-v3", "kimi-k2")
-        for most in (None, 2048)
-    }
-    assert np.mean(draw["kimi-k2", 2048]) < 0.6 * np.mean(draw["deepseek-v3", 2048])
-    assert max(draw["kimi-k2", 2048]) == 2048 < max(draw["kimi-k2", None])
-    assert np.median(draw["kimi-k2", 2048]) == np.median(draw["kimi-k2", None])
-
-
-def test_the_figures_cells_show_every_row_and_column():
-    """Of TyphoonMLA's figure 3: prompts, datasets and numbers of requests, and both models."""
-    cells = [
-        tuple(case["name"].split(", "))
-        for name in ("typhoonmla", "typhoonmla_kimi")
-        for case in read_config("workloads", name)["cases"]
-    ]
-    assert len(cells) >= 12
-    assert len({(prompt, dataset) for prompt, dataset, _ in cells[:9]}) == 9
-    assert {requests for _, _, requests in cells[:9]} == {f"{count} requests" for count in (64, 128, 256, 512, 1024)}
-    for name in ("typhoonmla", "typhoonmla_kimi"):
-        config = read_config("workloads", name)
-        small = config | {"cases": [config["cases"][-1] | {"tree": [{"tokens": 40, "requests": 6}], "at_a_time": 3}]}
-        (workload,) = (make_workload(name, small | case, np.arange(10, 500), (0,)) for case in small.pop("cases"))
-        assert workload.requests == 6 and workload.concurrency == 3
