@@ -126,7 +126,6 @@ def main(
         backend or [HYBRID, STOCK],
         [make_load(*one, vocabulary, seed, **sizes) for one in cases],
         1,
-        seed,
         ModelDims.from_json(model),
         described,
         out,

@@ -89,7 +89,6 @@ def main(
         backends,
         asked,
         runs,
-        seed,
         ModelDims.from_json(model) if Path(model).exists() else None,
         {} if workload else {"questions": QUESTIONS},
         out,

@@ -76,7 +76,6 @@ class Comparison:
     backends: Sequence[str]
     workloads: Sequence[Workload]
     rounds: int
-    seed: int
     dims: ModelDims | None
     described: Mapping[str, Any]
     out: Path | None
@@ -90,7 +89,7 @@ class Comparison:
         """Run all workloads on a server; raises what is in FAILURES."""
         on = {"on": placed.gpu} if placed.gpu else {}
         for number, workload in itertools.product(range(self.rounds), self.workloads):
-            timings = run_workload(url, workload, self.seed, placed.client_log)
+            timings = run_workload(url, workload, placed.client_log)
             run = Run(placed.backend, workload, 1 + number, timings)
             self.found.append(run)
             where = f"{placed.backend} on GPU {placed.gpu}" if on else placed.backend
@@ -99,7 +98,7 @@ class Comparison:
                 record_run(self.out, run, server_case(url, self.dims) | self.described | on)
             if self.traces and workload.profile and number == self.rounds - 1:
                 profiler = Profiler(url, self.traces, **workload.profile)
-                run_workload(url, workload, self.seed, placed.client_log, watch=profiler)
+                run_workload(url, workload, placed.client_log, watch=profiler)
                 profile = profiler.read()
                 busy = f"the GPU was busy for {profile.busy_ms:.1f} of {profile.span_ms:.1f} ms"
                 self.console.print(f"{workload.title}: {busy}")

@@ -33,7 +33,7 @@ class ClientFailedError(RuntimeError):
     """The benchmark client failed, or not all of its requests were answered."""
 
 
-def run_client(url: str, workload: Workload, seed: int, log: Path) -> dict[str, Any]:
+def run_client(url: str, workload: Workload, log: Path) -> dict[str, Any]:
     """Send a workload's sessions, and time their tokens.
 
     Args:
@@ -46,8 +46,7 @@ def run_client(url: str, workload: Workload, seed: int, log: Path) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         data, output = Path(folder) / "sessions.jsonl", Path(folder) / "result.jsonl"
         data.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in workload.bodies()))
-        flags = {"base-url": url, "warmup-requests": 0, "output-file": output, "seed": seed}
-        flags["ready-check-timeout-sec"] = READY_S
+        flags = {"base-url": url, "warmup-requests": 0, "output-file": output, "ready-check-timeout-sec": READY_S}
         if workload.at_a_time is not None:
             flags["max-concurrency"] = workload.at_a_time
         arguments = [str(data), "--output-details", "--disable-tqdm"]

@@ -79,9 +79,7 @@ class Run:
     timings: Timings
 
 
-def run_workload(
-    url: str, workload: Workload, seed: int, log: Path, watch: AbstractContextManager[Any] | None = None
-) -> Timings:
+def run_workload(url: str, workload: Workload, log: Path, watch: AbstractContextManager[Any] | None = None) -> Timings:
     """Empty the server's cache, put the shared prompts into it, warm up, and run a workload.
 
     Args:
@@ -96,10 +94,10 @@ def run_workload(
         cache: dict[str, Any] = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
         requests.post(f"{url}/generate", json=cache, timeout=600).raise_for_status()
     if workload.warm_up:
-        run_client(url, replace(workload, sessions=workload.warm_up), seed, log)
+        run_client(url, replace(workload, sessions=workload.warm_up), log)
     before = server_info(url)
     with watch or nullcontext():
-        details = run_client(url, workload, seed, log)
+        details = run_client(url, workload, log)
     after = server_info(url)
     return timings(details, workload, sharing_between(before, after), plan_ms_between(before, after))
 

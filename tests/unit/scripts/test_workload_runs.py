@@ -104,7 +104,7 @@ def test_the_cache_holds_the_shared_prompts_and_nothing_else(monkeypatch: pytest
 
     monkeypatch.setattr(workload_runs, "run_client", run)
     asked = workload(tree=tree, at_a_time=3)
-    run_workload("http://host", asked, 0, tmp_path / "log")
+    run_workload("http://host", asked, tmp_path / "log")
     (longest,) = asked.cached
     assert server.log == [("flush_cache", None), ("generate", longest), "info", 3, "info"]
     assert len(longest) == 8
@@ -120,7 +120,7 @@ def test_a_warm_up_is_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(workload_runs, "run_client", run)
     asked = workload()
-    found = run_workload("http://host", replace(asked, warm_up=asked.sessions[:2]), 0, tmp_path / "log")
+    found = run_workload("http://host", replace(asked, warm_up=asked.sessions[:2]), tmp_path / "log")
     assert server.log == [("flush_cache", None), ("generate", asked.cached[0]), 2, "info", 4, "info"]
     assert found.output_tok_s == 4 * 3 / 2.0
 
@@ -141,7 +141,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dic
 
         monkeypatch.setattr(client, "run_script", run_script)
         asked = workload(tree=[{"tokens": 5, "requests": 2}], at_a_time=options.get("at_a_time"))
-        return client.run_client("http://host", asked, 0, tmp_path / "log")
+        return client.run_client("http://host", asked, tmp_path / "log")
 
     return run
 
