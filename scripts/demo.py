@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
-from bench.server import ON_GPU, ServerFailedError, console_of, free_port, server_info, started_server, work_folder
+from bench.server import ServerFailedError, console_of, free_port, started_server, work_folder
 from demo_model.checkpoint import DRAFTING
-from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, Chat, lookups, talk
-from demo_model.demo_tables import answers_table, sharing_table
+from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, Chat, answers_table, lookups, talk
 from rich.console import Console
 
-from sglang_mla_ext.prefix.planner.cost_model import CostModel
-from sglang_mla_ext.prefix.planner.gpu_rates import rates_for
-from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext import top
 
 MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 SYSTEM_PROMPT = MODEL / "system_prompt.txt"  # a table of stations and their codes, and a chapter of a novel
@@ -58,43 +54,37 @@ def run(
     speculative: bool,
 ) -> None:
     """Run the whole demo."""
-    folder = work_folder()
-    model = model or MODEL
     system = (system_prompt_file or SYSTEM_PROMPT).read_text()
     shared = [Chat(question, system) for question in WORD_QUESTIONS]
     if not system_prompt_file:
         shared[: len(STATIONS)] = lookups(system)
     chats = [*shared, *(Chat(question, None) for question in OTHER_QUESTIONS)]
 
-    arguments = server_arguments(model, speculative)
+    arguments = server_arguments(model or MODEL, speculative)
     console.print("Starting the server with", " ".join(arguments), highlight=False)
-    log = folder / f"server-{port}.log"  # by its port, so that servers beside each other have their own
+    log = work_folder() / f"server-{port}.log"  # by its port, so that servers beside each other have their own
     with started_server(arguments, port, log, console) as server:
         base_url = server.url()
         console.print("Sending one chat, so that the system prompt is in the server's prefix cache.")
         asyncio.run(talk(base_url, [Chat("Hello?", system)], answer_tokens=2))
         console.print(f"Sending {len(chats)} chats at once, {len(shared)} of them with the system prompt.")
-        before = server_info(base_url)["hybrid_mla"]
-        snapshots = asyncio.run(talk(base_url, chats, answer_tokens, console))
-        state = server_info(base_url)
-        after = state["hybrid_mla"]
+        before = top.ask(base_url)
+        seen = [*asyncio.run(talk(base_url, chats, answer_tokens, console)), top.ask(base_url)]
 
         console.print(answers_table(chats))
         if looked_up := [chat for chat in shared if chat.expected]:
             right = sum(chat.expected in chat.answer for chat in looked_up)
             console.print(f"{right} of {len(looked_up)} codes are those of the table in the system prompt.")
-        accept_length = state.get("avg_spec_accept_length")
-        console.print(sharing_table(snapshots, before, after, cost_model(model), accept_length))
+        console.print("What was shared when it was most, as in sglang-mla top:", highlight=False)
+        console.print(top.render(max(reversed(seen), key=tokens_saved), before))
         show_where_to_look(console, base_url, keep)
         if keep:
             server.wait_for_end()
 
 
-def cost_model(model: Path) -> CostModel:
-    """Return the cost model of the demo's server on this machine."""
-    dims = ModelDims.from_json(model)
-    device, element_bytes = (torch.cuda.get_device_name(), 2) if ON_GPU else ("cpu", 4)
-    return CostModel(dims, dims.num_heads, rates_for(device), element_bytes, element_bytes)
+def tokens_saved(status: dict[str, Any]) -> int:
+    """Tokens that a decode step did not read again, of a server's status."""
+    return sum(segment["tokens_saved"] for rank in status["ranks"] for segment in rank["segments"])
 
 
 def show_where_to_look(console: Console, base_url: str, keep: bool) -> None:

@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from bench.server import server_info
 from openai import AsyncOpenAI
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from sglang_mla_ext import top
 
 STATIONS = ("Quedrom", "Fimer", "Zokam", "Kapai")
 WORD_QUESTIONS = [
@@ -57,7 +60,7 @@ async def talk(base_url: str, chats: list[Chat], answer_tokens: int, console: Co
     Args:
         console: shows how many are answered.
     Returns:
-        the `hybrid_mla` entries of `/server_info`, sampled several times a second meanwhile.
+        the server's status, asked several times a second meanwhile.
     """
     shown = dict(total=len(chats), console=console, transient=True, disable=console is None)
     client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", timeout=600)
@@ -89,12 +92,13 @@ async def answer(client: AsyncOpenAI, chat: Chat, answer_tokens: int) -> None:
 
 @contextlib.asynccontextmanager
 async def watched(base_url: str, period_s: float = 0.2) -> AsyncIterator[list[Any]]:
-    """Collect `/server_info`'s hybrid_mla entry while the context lasts."""
+    """Collect the server's status while the context lasts."""
     snapshots: list[Any] = []
 
     async def watch() -> None:
         while True:
-            snapshots.append((await asyncio.to_thread(server_info, base_url)).get("hybrid_mla"))
+            with contextlib.suppress(top.NoAnswerError):  # a long prefill keeps it busy: it is asked again
+                snapshots.append(await asyncio.to_thread(top.ask, base_url))
             await asyncio.sleep(period_s)
 
     watcher = asyncio.create_task(watch())
@@ -104,3 +108,25 @@ async def watched(base_url: str, period_s: float = 0.2) -> AsyncIterator[list[An
         watcher.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watcher
+
+
+def answers_table(chats: list[Chat]) -> Table:
+    """Return what was asked and answered."""
+    table = Table(title="Answers", title_justify="left")
+    for name in ("system\nprompt", "question", "answer", "prompt\ntokens", "first\ntoken ms"):
+        table.add_column(name, justify="right" if name[-1] == "s" else "left")
+    for chat in chats:
+        table.add_row(
+            "shared" if chat.system else "none",
+            chat.question,
+            Text(printable(chat.answer, 100)),  # Text: a bracket in it is no markup
+            f"{chat.prompt_tokens:,}",
+            f"{(chat.first_token_s or 0) * 1e3:,.0f}",
+        )
+    return table
+
+
+def printable(text: str, length: int) -> str:
+    """The start of a text on one line, without unprintable characters."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= length else line[: length - 1] + "…"
