@@ -19,9 +19,8 @@ from typing import Annotated
 import typer
 from bench.cases import Case
 from bench.measured import Asked, measure_cases
-from bench.ours import DTYPES, floor_ms
+from bench.ours import DTYPES
 from bench.rivals import RIVALS
-from bench.timing import Ceilings
 
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 
@@ -52,12 +51,6 @@ def asked(case: Case) -> Iterator[Asked]:
         yield "hybrid_mla", "grouped_absorb", "bf16"
 
 
-def floor(of: Asked, case: Case, ceilings: Ceilings) -> float | None:
-    """Return the lower bound of the shared part's time, ms, for our attention over expanded prefixes."""
-    impl, part, dtype = of
-    return floor_ms(case, dtype, ceilings) if impl == "hybrid_mla" and part != "grouped_absorb" else None
-
-
 def main(
     prefix: Annotated[list[int] | None, typer.Option(min=1, help="tokens of the shared prefix (repeatable)")] = None,
     heads: Annotated[list[int] | None, typer.Option(min=1, help="local heads (repeatable)")] = None,
@@ -67,7 +60,7 @@ def main(
 ) -> None:
     """Time attention over shared prefixes: a default grid of cases, or every combination of the options given."""
     title = "attention over shared prefixes"
-    measure_cases(cases_of(prefix, heads, batch), asked, floor, title=title, columns=COLUMNS, rep_ms=rep_ms, out=out)
+    measure_cases(cases_of(prefix, heads, batch), asked, title=title, columns=COLUMNS, rep_ms=rep_ms, out=out)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ from typing import Annotated
 import typer
 from bench.cases import Case, parse_case
 from bench.measured import Asked, measure_cases
-from bench.ours import floor_ms
 from bench.rivals import RIVALS
-from bench.timing import Ceilings
 
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 
@@ -44,11 +42,6 @@ def asked(case: Case) -> Iterator[Asked]:
     yield "hybrid_mla", "all", "fp8"
 
 
-def floor(of: Asked, case: Case, ceilings: Ceilings) -> float | None:
-    """Return the lower bound of the time, ms, of our attention over FP8 rows."""
-    return floor_ms(case, of[2], ceilings) if of[0] == "hybrid_mla" else None
-
-
 def main(
     case: Annotated[list[str] | None, typer.Option(help="REQUESTSxTOKENS[-MOST]xHEADS[xQUERIES] (repeatable)")] = None,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 100,
@@ -60,7 +53,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     title = "decode over private tokens"
-    measure_cases(cases, asked, floor, title=title, columns=COLUMNS, rep_ms=rep_ms, out=out)
+    measure_cases(cases, asked, title=title, columns=COLUMNS, rep_ms=rep_ms, out=out)
 
 
 if __name__ == "__main__":

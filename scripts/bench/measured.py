@@ -10,11 +10,11 @@ import torch
 import typer
 
 from bench.cases import Case
-from bench.ours import grouped_absorb, measure_fp8_rows, our_part, our_work, tail_work
+from bench.ours import floor_ms, grouped_absorb, measure_fp8_rows, our_part, our_work, tail_work
 from bench.records import Report
 from bench.rivals import RIVALS, flashmla_tail
 from bench.tables import table
-from bench.timing import COLUMNS, Ceilings, attempt, free_memory, measure, measure_ceilings
+from bench.timing import COLUMNS, attempt, free_memory, measure, measure_ceilings
 
 Asked = tuple[str, str, str]
 """Implementation, part and dtype: as of `measured`."""
@@ -42,7 +42,6 @@ def measured(impl: str, part: str, dtype: str, case: Case, rep_ms: int) -> dict[
 def measure_cases(
     cases: Iterable[Case],
     asked: Callable[[Case], Iterable[Asked]],
-    floor_ms: Callable[[Asked, Case, Ceilings], float | None],
     *,
     title: str,
     columns: Mapping[str, str],
@@ -51,8 +50,9 @@ def measure_cases(
 ) -> None:
     """Time what is asked for in each case, append records to a file, and print a table.
 
+    Ours over expanded prefixes and over FP8 rows stands beside its floor.
+
     Args:
-        floor_ms: lower bound of what is timed; None where there is none to compare with.
         columns: of the table, before those of times.
     Raises:
         typer.Exit: one of ours failed.
@@ -67,7 +67,8 @@ def measure_cases(
         for of in asked(case):
             impl, part, dtype = of
             metrics = attempt(" ".join(of), measured, *of, case, rep_ms)
-            if metrics and (floor := floor_ms(of, case, ceilings)):
+            if metrics and impl == "hybrid_mla" and part != "grouped_absorb":
+                floor = floor_ms(case, dtype, ceilings)
                 metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
             failed |= metrics is None and impl.startswith("hybrid_mla")
             report.add(impl, case.fields(dtype), metrics, part=part)
