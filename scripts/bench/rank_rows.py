@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -120,7 +120,7 @@ def newest_release(records: Iterable[Record], *, cases: Sequence[Sequence[Any]])
 
 def headline(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     """Yield a row for each model, load and prompt, without DeepGEMM."""
-    few = [pair for pair in whole_models(records, LOADS) if pair.case.requests <= MOST_REQUESTS]
+    few = [pair for pair in whole_models(records) if pair.case.requests <= MOST_REQUESTS]
     return map(row_of, {(pair.title, pair.case.load, pair.case.prompt): pair for pair in few}.values())
 
 
@@ -153,14 +153,14 @@ def held(record: Record) -> str:
     return how + (", mixed steps" if mixed else "")
 
 
-def whole_models(records: Iterable[Record], loads: Collection[str]) -> list[Pair]:
+def whole_models(records: Iterable[Record]) -> list[Pair]:
     """Return pairs without drafts on the rank with the most layers measured, tensor-parallel ranks first, then by
     model, load, prompt and requests."""
     pairs = [pair for pair in all_pairs(records) if pair.case.drafts is None]
     most: dict[tuple[str, str], int] = {}
     for (model, rank, *_), layers in ((pair.case, pair.case.layers) for pair in pairs):
         most[model, rank] = max(layers, most.get((model, rank), 0))
-    whole = [pair for pair in pairs if pair.case.load in loads and pair.case.layers == most[pair.case[:2]]]
+    whole = [pair for pair in pairs if pair.case.load in LOADS and pair.case.layers == most[pair.case[:2]]]
     return sorted(whole, key=lambda pair: (pair.case.rank == "dp8", pair.title, pair.case[2], *pair.case[5:7]))
 
 

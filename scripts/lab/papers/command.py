@@ -8,7 +8,6 @@ are left out. update_tables.py fills docs/results.md.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +20,7 @@ from tabulate import tabulate
 from lab.papers.experiments import EXPERIMENTS, Cell, Key, key
 
 ALL = "all"
-REP_MS = 20
+REP_MS = 20  # spent on each measurement
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
@@ -55,7 +54,6 @@ def measure_missing(
     done: set[Key],
     measured: Callable[[Cell], dict[str, Any] | None],
     *,
-    rep_ms: int = REP_MS,
     skip: Iterable[str] = (),
     after_case: Callable[[], None] = lambda: None,
 ) -> int:
@@ -67,8 +65,7 @@ def measure_missing(
     Returns:
         how many failed.
     """
-    options = ["--rep-ms", str(rep_ms)] if rep_ms != REP_MS else []
-    command = shlex.join(["python", "scripts/study.py", "papers", "reproduce", name, *options])
+    command = f"python scripts/study.py papers reproduce {name}"
     failed, cases = 0, list(EXPERIMENTS[name].cells(name))
     for index, of_case in enumerate(cases, start=1):
         times = []
@@ -92,7 +89,6 @@ def measure_missing(
 def reproduce(
     name: Annotated[str, typer.Argument(help=f"{', '.join(EXPERIMENTS)} or {ALL}")] = ALL,
     out: Annotated[Path, typer.Option(help="append JSON lines to this file")] = RESULTS / "papers.jsonl",
-    rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = REP_MS,
     skip: Annotated[list[str] | None, typer.Option(help="an implementation to leave out (repeatable)")] = None,
     list_only: Annotated[bool, typer.Option("--list", help="say what there is and what is measured")] = False,
 ) -> None:
@@ -109,7 +105,7 @@ def reproduce(
 
     def measured(cell: Cell) -> dict[str, Any] | None:
         what = f"{cell.experiment}: {cell.of.label}, {cell.case}"
-        metrics: dict[str, Any] | None = attempt(what, kernels.measured, *cell.of[:3], cell.case, rep_ms)
+        metrics: dict[str, Any] | None = attempt(what, kernels.measured, *cell.of[:3], cell.case, REP_MS)
         if metrics is None:
             try:
                 torch.cuda.synchronize()
@@ -119,8 +115,9 @@ def reproduce(
         return metrics
 
     done = keys_by_gpu(out).get(device_name(), set())
-    options: dict[str, Any] = dict(rep_ms=rep_ms, skip=skip or (), after_case=free_memory)
-    names = list(EXPERIMENTS) if name == ALL else [name]
-    if failed := sum(measure_missing(each, out, done, measured, **options) for each in names):
+    failed = 0
+    for each in EXPERIMENTS if name == ALL else [name]:
+        failed += measure_missing(each, out, done, measured, skip=skip or (), after_case=free_memory)
+    if failed:
         print(f"{failed} measurements failed; the next run tries them again")
         raise typer.Exit(1)
