@@ -99,15 +99,13 @@ def flashinfer_mla(case: Case, device: str = "cuda") -> Callable[[], torch.Tenso
     return lambda: wrapper.run(q_latent, q_rope, latent, rope)
 
 
-def fa3_bf16(case: Case, device: str = "cuda", page_tokens: int = PAGE_TOKENS) -> Callable[[], torch.Tensor]:
+def fa3_bf16(case: Case, device: str = "cuda") -> Callable[[], torch.Tensor]:
     """FlashAttention-3 over prefix and tail, absorb form, BF16: out `[B * S, H, 512]` latent, rows of a request after
     each other; the same tokens as in `flashmla_bf16`.
 
-    What SGLang takes for MLA on Hopper where nothing is said, with the arguments that its CUDA graphs capture it with.
-    Its pages have one token by default. From 65 query rows a request on the kernel copies pages of 64 with TMA.
+    What SGLang takes for MLA on Hopper where nothing is said, with the arguments that its CUDA graphs capture it with,
+    but for its pages of one token. From 65 query rows a request on the kernel copies pages of 64 with TMA.
 
-    Args:
-        page_tokens: of a page; a divisor of 64.
     Source: SGLang 0.5.17, `FlashAttentionBackend.forward_decode` and `_bind_metadata_buffers`; for several query tokens
         `forward_extend`, which verifies drafts with the same call.
     """
@@ -117,18 +115,16 @@ def fa3_bf16(case: Case, device: str = "cuda", page_tokens: int = PAGE_TOKENS) -
         return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
 
     pages, n_pages = page_table(case.lengths, case.sizes, case.prefix // PAGE_TOKENS)
-    in_page = PAGE_TOKENS // page_tokens
-    smaller = torch.tensor(pages, dtype=torch.int32)[..., None] * in_page + torch.arange(in_page, dtype=torch.int32)
     # The kernel bounds its splits of the keys by the table's width, so the width is part of what is timed.
-    table = torch.zeros(case.batch, CONTEXT_TOKENS // page_tokens, dtype=torch.int32, device=device)
-    table[:, : in_page * len(pages[0])] = smaller.flatten(1)
+    table = torch.zeros(case.batch, CONTEXT_TOKENS // PAGE_TOKENS, dtype=torch.int32, device=device)
+    table[:, : len(pages[0])] = torch.tensor(pages, dtype=torch.int32)
     cache, query = _cache_and_query(n_pages, case.batch, case.s_q, case.heads, device)
     q_latent, q_rope = query.flatten(0, 1).split([LATENT, DR], dim=-1)  # [B * S, H, 512], [B * S, H, 64]
-    latent, rope = cache.view(-1, page_tokens, 1, LATENT + DR).split([LATENT, DR], dim=-1)
+    latent, rope = cache.split([LATENT, DR], dim=-1)
     options: dict[str, Any] = dict(
         q=q_rope,
-        k_cache=rope,  # [pages, page_tokens, 1, 64]
-        v_cache=latent,  # [pages, page_tokens, 1, 512]
+        k_cache=rope,  # [pages, 64, 1, 64]
+        v_cache=latent,  # [pages, 64, 1, 512]
         qv=q_latent,
         page_table=table,
         cache_seqlens=torch.tensor(case.lengths, dtype=torch.int32, device=device),

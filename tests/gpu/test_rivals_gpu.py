@@ -23,15 +23,6 @@ def test_agrees_with_flashmla(rival: str, heads: int, queries: int, shared: bool
     agree(RIVALS[rival].make, heads, queries, shared)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("queries", [1, 2])
-def test_fa3_with_pages_of_a_token(heads: int, queries: int) -> None:
-    """SGLang's default."""
-    from bench.rivals import fa3_bf16
-
-    agree(lambda case: fa3_bf16(case, page_tokens=1), heads, queries, shared=True)
-
-
 @pytest.mark.xfail(
     strict=True, raises=AssertionError, reason="SGLang 0.5.17 leaves the cached prefix out of such graphs"
 )
