@@ -17,7 +17,7 @@ set -euo pipefail
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 OLDEST=0.5.17
-UNIT_OF_OLDEST=(tests/unit/test_{cli,status}.py tests/unit/adapter/test_plugin.py tests/unit/scripts/test_bench_planner.py
+UNIT_OF_OLDEST=(tests/unit/test_{cli,status}.py tests/unit/adapter/test_plugin.py
     tests/unit/adapter/launch/test_{dp_routing,examine,features,mixed_steps_at_launch,models_at_launch}.py
     tests/unit/adapter/step/test_{admission,backend_interface,faults,hooks,mixed}.py
     tests/unit/adapter/latent/test_{host_cache,latent_pool,tree_on_host}.py

@@ -1,6 +1,6 @@
 """Radix trees as servers have them, and the requests that run on them: the cases of bench_planner.py.
 
-The tree is that of the installed SGLang, over a pool that does not exist.
+The tree is SGLang's, of 0.5.23 and newer, over a pool that does not exist.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.cpu import stubs
 
 PAGE = 64  # tokens
@@ -33,7 +32,7 @@ class Request:
         return False
 
 
-class TreeOfTexts:
+class Tree:
     """SGLang's radix cache, and requests that hold nodes of it. A node is the text down to its end.
 
     Attributes:
@@ -43,34 +42,28 @@ class TreeOfTexts:
     def __init__(self) -> None:
         if stubs.needed():
             stubs.install()
-        nothing = lambda slots, start_pos=0: None  # noqa: E731
-        self.cache = self._new_cache(SimpleNamespace(device="cpu", page_size=PAGE, free=nothing, free_segment=nothing))
-        self.root: Any = array("q")
-        self._numbers = itertools.count()
-
-    def _new_cache(self, allocator: Any) -> Any:
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.unified_cache.components import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+        nothing = lambda slots, start_pos=0: None  # noqa: E731
+        allocator = SimpleNamespace(device="cpu", page_size=PAGE, free=nothing, free_segment=nothing)
         params = dict(disable=False, req_to_token_pool=SimpleNamespace(), page_size=PAGE)
-        return UnifiedRadixCache(
+        self.cache: Any = UnifiedRadixCache(
             CacheInitParams(**params, token_to_kv_pool_allocator=allocator, tree_components=(ComponentType.FULL,))
         )
+        self.root = array("q")
+        self._numbers = itertools.count()
 
-    def _page_texts(self, *pages: int) -> list[array]:
-        """Texts of so many pages, each of a token that nothing else has."""
-        return [array("q", [next(self._numbers)]) * (count * PAGE) for count in pages]
-
-    def chain(self, node: Any, *pages: int) -> Any:
+    def chain(self, node: array, *pages: int) -> array:
         """Nodes of so many pages, each below the one before, with text that nothing else has; the last of them."""
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         text, ends = array("q", node), []
-        for of_node in self._page_texts(*pages):
+        for count in pages:
             ends.append(len(text))
-            text.extend(of_node)
+            text.extend(array("q", [next(self._numbers)]) * (count * PAGE))
         slots = torch.zeros(len(text), dtype=torch.int64)
         self.cache.insert(InsertParams(key=RadixKey(text), value=slots, prev_prefix_len=ends[0]))
         # A question for a shorter text cuts the node that it ends in. In the middle first: fewer are walked through.
@@ -78,7 +71,7 @@ class TreeOfTexts:
             self._match(text[: ends[cut]])
         return text
 
-    def start(self, end: Any, kind: int) -> Request:
+    def start(self, end: array, kind: int) -> Request:
         """A request whose cached prefix ends in this node."""
         node = self._match(end)
         return Request(f"request {next(self._numbers)}", node, kind, self.cache.inc_lock_ref(node))
@@ -93,32 +86,6 @@ class TreeOfTexts:
 
         return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(text))).last_device_node
 
-
-class TreeOfNodes(TreeOfTexts):
-    """The same of 0.5.17, which puts text in below a given node: cutting takes it seconds a chain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.root = self.cache.root_node
-
-    def _new_cache(self, allocator: Any) -> Any:
-        from sglang.srt.mem_cache.radix_cache import RadixCache
-
-        return RadixCache.create_simulated(page_size=PAGE, mock_allocator=allocator)
-
-    def chain(self, node: Any, *pages: int) -> Any:
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        for text in self._page_texts(*pages):
-            _, node = self.cache._insert_helper(node, RadixKey(text), torch.zeros(len(text), dtype=torch.int64))
-        return node
-
-    def _match(self, text: Any) -> Any:
-        return text
-
-
-Tree = TreeOfNodes if contract.line() == "0.5.17" else TreeOfTexts
-"""The installed SGLang's."""
 
 Start = Callable[[int], Request]
 """Starts a request like the one of this number, with a private end of its own."""
