@@ -110,7 +110,7 @@ def typhoon_figure_3(of: Measured) -> Iterator[Claim]:
     layers, requests = values.TYPHOON_TABLE_3_LAYERS, values.TYPHOON_TABLE_3_REQUESTS
     table_3 = of.cases.query("model == 'deepseek-v3' and questions == 'mmlu' and batch == @requests")
     for number, prompt in table_3["prompt"].items():
-        (flashmla, *_), (typhoon, *_) = values.TYPHOON_TABLE_3[prompt]
+        flashmla, typhoon = values.TYPHOON_TABLE_3[prompt]
         printed = f"{flashmla} (FlashMLA), {typhoon} (TyphoonMLA)"
         here = each(layers * of.ms.loc[number, [FLASHMLA, *WITH_PREFIX]].dropna(), "{:.1f}".format)
         yield f"ms of attention, {layers} layers, MMLU, {requests} requests, {prompt}", "table 3", printed, here
@@ -178,11 +178,10 @@ def etap_figure_1(of: Measured) -> Iterator[Claim]:
 
 def amla_table_5(of: Measured) -> Iterator[Claim]:
     """Yield shares of the GPU's nominal BF16 rate at the shortest and the longest context of the paper."""
-    nominal, ends = of.nominal_tflops, {min(kinds.AMLA_CONTEXTS), max(kinds.AMLA_CONTEXTS)}
     for number, s_q, tail in of.cases[["s_q", "tail"]].itertuples():
-        if nominal and tail in ends:
-            _, npu, _, gpu = values.AMLA_TABLE_5[s_q, tail]
-            here = each(of.tflops.loc[number].dropna() / nominal, "{:.1%}".format)
+        if of.nominal_tflops and (printed := values.AMLA_TABLE_5.get((s_q, tail))):
+            npu, gpu = printed
+            here = each(of.tflops.loc[number].dropna() / of.nominal_tflops, "{:.1%}".format)
             what = f"share of the BF16 peak, {tail:,} tokens, {('one query token', 'two query tokens')[s_q - 1]}"
             yield what, "table 5", f"{npu}% (AMLA), {gpu}% (GPU)", here
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bench.records import read_records, write_record
 from bench.rivals import RIVALS
-from lab.papers.claims import claims
+from lab.papers.claims import claims, snapmla_peak
 from lab.papers.experiments import EXPERIMENTS, Cell
 from lab.papers.values import TYPHOON_SPEED_UP
 from typer.testing import CliRunner
@@ -139,6 +139,11 @@ def test_every_cell_has_a_function_that_measures_it(name, runs, monkeypatch):
         AMLA: {"flashmla_bf16", "flashmla_fp8", "flashinfer_mla", "FP8 rows"},
     }
     assert set(called) == expected.get(name, expected[AMLA] | {"grouped_absorb"})
+
+
+def test_snapmla_equation_7():
+    """As the paper prints it for its GPU."""
+    assert snapmla_peak(148e12) / 1e12 == pytest.approx(279.6, abs=0.05)
 
 
 def test_claims(sample):
