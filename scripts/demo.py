@@ -34,8 +34,21 @@ def main(
 ) -> None:
     """Show SGLang serving chats that share a system prompt with --attention-backend hybrid_mla."""
     console = console_of(width=110)
+    system = (system_prompt_file or SYSTEM_PROMPT).read_text()
+    shared = [Chat(question, system) for question in WORD_QUESTIONS]
+    if not system_prompt_file:
+        shared[: len(STATIONS)] = lookups(system)
+    arguments = server_arguments(model or MODEL, speculative)
+    console.print("Starting the server with", " ".join(arguments), highlight=False)
+    port = port or free_port()
+    log = work_folder() / f"server-{port}.log"  # by its port, so that servers beside each other have their own
     try:
-        run(console, keep, port or free_port(), answer_tokens, system_prompt_file, model, speculative)
+        with started_server(arguments, port, log, console) as server:
+            base_url = server.url()
+            send_chats(console, base_url, shared, answer_tokens)
+            show_where_to_look(console, base_url, keep)
+            if keep:
+                server.wait_for_end()
     except ServerFailedError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from None
@@ -44,42 +57,21 @@ def main(
         raise typer.Exit(130) from None
 
 
-def run(
-    console: Console,
-    keep: bool,
-    port: int,
-    answer_tokens: int,
-    system_prompt_file: Path | None,
-    model: Path | None,
-    speculative: bool,
-) -> None:
-    """Run the whole demo."""
-    system = (system_prompt_file or SYSTEM_PROMPT).read_text()
-    shared = [Chat(question, system) for question in WORD_QUESTIONS]
-    if not system_prompt_file:
-        shared[: len(STATIONS)] = lookups(system)
+def send_chats(console: Console, base_url: str, shared: list[Chat], answer_tokens: int) -> None:
+    """Send chats with a common system prompt, and others, and print the answers and what was shared."""
     chats = [*shared, *(Chat(question, None) for question in OTHER_QUESTIONS)]
+    console.print("Sending one chat, so that the system prompt is in the server's prefix cache.")
+    asyncio.run(talk(base_url, [Chat("Hello?", shared[0].system)], answer_tokens=2))
+    console.print(f"Sending {len(chats)} chats at once, {len(shared)} of them with the system prompt.")
+    before = top.ask(base_url)
+    seen = [*asyncio.run(talk(base_url, chats, answer_tokens, console)), top.ask(base_url)]
 
-    arguments = server_arguments(model or MODEL, speculative)
-    console.print("Starting the server with", " ".join(arguments), highlight=False)
-    log = work_folder() / f"server-{port}.log"  # by its port, so that servers beside each other have their own
-    with started_server(arguments, port, log, console) as server:
-        base_url = server.url()
-        console.print("Sending one chat, so that the system prompt is in the server's prefix cache.")
-        asyncio.run(talk(base_url, [Chat("Hello?", system)], answer_tokens=2))
-        console.print(f"Sending {len(chats)} chats at once, {len(shared)} of them with the system prompt.")
-        before = top.ask(base_url)
-        seen = [*asyncio.run(talk(base_url, chats, answer_tokens, console)), top.ask(base_url)]
-
-        console.print(answers_table(chats))
-        if looked_up := [chat for chat in shared if chat.expected]:
-            right = sum(chat.expected in chat.answer for chat in looked_up)
-            console.print(f"{right} of {len(looked_up)} codes are those of the table in the system prompt.")
-        console.print("What was shared when it was most, as in sglang-mla top:", highlight=False)
-        console.print(top.render(max(reversed(seen), key=tokens_saved), before))
-        show_where_to_look(console, base_url, keep)
-        if keep:
-            server.wait_for_end()
+    console.print(answers_table(chats))
+    if looked_up := [chat for chat in shared if chat.expected]:
+        right = sum(chat.expected in chat.answer for chat in looked_up)
+        console.print(f"{right} of {len(looked_up)} codes are those of the table in the system prompt.")
+    console.print("What was shared when it was most, as in sglang-mla top:", highlight=False)
+    console.print(top.render(max(reversed(seen), key=tokens_saved), before))
 
 
 def tokens_saved(status: dict[str, Any]) -> int:
