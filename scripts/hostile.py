@@ -31,13 +31,12 @@ COLUMNS = specs()["docs/support.md"]["hostile"]["columns"]
 
 def main(
     turns: Annotated[int, typer.Option(min=1, help="How often each is timed on each server.")] = 5,
-    scale: Annotated[float, typer.Option(min=0.001, max=1, help="How much of each attack.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
 ) -> None:
     """Attack a server with hybrid_mla and a stock server, and compare."""
     console, words = console_of(width=150), vocabulary(small_model(work_folder()))
-    attacks = Attacks(words, cache_tokens=CACHE_TOKENS, longest=CACHE_TOKENS, scale=scale).all()
-    case = {"cache_tokens": CACHE_TOKENS, "scale": scale, "seed": 0, "turns": turns, "against": f"sglang_{STOCK}"}
+    attacks = Attacks(words, cache_tokens=CACHE_TOKENS, longest=CACHE_TOKENS).all()
+    case = {"cache_tokens": CACHE_TOKENS, "seed": 0, "turns": turns, "against": f"sglang_{STOCK}"}
     found: list[dict[str, Any]] = []
 
     async def play_all(ours: str, stock: str) -> bool:

@@ -48,7 +48,7 @@ LIMITS = Limits().times(SCALE)
 def main(
     request_count: Annotated[int, typer.Option("--requests", min=1, help="How many are sent.")] = 2000,
     minutes: Annotated[float | None, typer.Option(help="Send as many as fit into this time instead.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Backend that is tried; repeatable.")] = None,
+    backend: Annotated[str, typer.Option(help="Backend that is tried.")] = HYBRID,
     penalties: Annotated[
         bool, typer.Option("--penalties", help="Ask for penalties as well; servers do not overlap steps then.")
     ] = False,
@@ -83,8 +83,7 @@ def main(
             verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(outcome.verdicts.items()))
             console.print(f"{outcome.requests:,} requests: {verdicts}, {outcome.leaked_bytes} bytes leaked")
 
-    async def try_one(name: str, tried: str, stock_url: str) -> bool:
-        console.rule(name)
+    async def try_it(tried: str, stock_url: str) -> bool:
         before, began = server_info(tried), time.monotonic()
         hidden = bool(before.get("enable_return_hidden_states"))
         traffic = Traffic(vocabulary(model), seed, LIMITS, penalties=penalties, hidden=hidden)
@@ -96,27 +95,26 @@ def main(
                 await play(soak, traffic, began)
                 excluded = None
             except ServerDiedError as error:
-                say(f"The server died: {error}\n{log_tail(log_of(f'soak-{name}'))}")
+                say(f"The server died: {error}\n{log_tail(log_of(f'soak-{backend}'))}")
                 excluded = None
             finally:  # what a soak found counts, however it ended
                 took = round((time.monotonic() - began) / 60, 1)
-                say({"backend": name, **outcome.metrics(), "minutes": took}, "none")
+                say({"backend": backend, **outcome.metrics(), "minutes": took}, "none")
                 for wrong in outcome.wrong:
                     say(wrong)
                 sharing = None if outcome.deaths else sharing_between(before, server_info(tried))
                 vacuous = sharing is not None and not sharing["expansions"]
                 if vacuous:
-                    say(f"{name}: no prefix was expanded, so nothing was tested")
+                    say(f"{backend}: no prefix was expanded, so nothing was tested")
                     excluded = excluded or "no prefix was expanded"
                 if out:
-                    record(out, name, case, outcome, excluded, minutes=took, hybrid_mla=sharing)
+                    record(out, backend, case, outcome, excluded, minutes=took, hybrid_mla=sharing)
         return outcome.good and not vacuous
 
     with servers(console) as serve:
-        stock, good = serve("soak-stock", at_ease() + no_overlap), True
-        for name in backend or [HYBRID]:
-            arguments = [*pressed(name), *saver, *no_overlap, *shlex.split(" ".join(server_arg or []))]
-            good = asyncio.run(try_one(name, serve(f"soak-{name}", arguments, **launcher), stock)) and good
+        stock = serve("soak-stock", at_ease() + no_overlap)
+        arguments = [*pressed(backend), *saver, *no_overlap, *shlex.split(" ".join(server_arg or []))]
+        good = asyncio.run(try_it(serve(f"soak-{backend}", arguments, **launcher), stock))
     if not good:
         raise typer.Exit(1)
 
