@@ -5,7 +5,6 @@ of the naive kernel's tiles is the fastest, back to back, as the GPU reaches its
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,7 @@ from bench.planner_checks import TAIL, Tiles, tile_of, time_each
 from bench.planner_verdicts import DIMS, significant
 from bench.rates_file import source_text, write_rates
 from bench.rivals import flashmla_bf16, flashmla_fp8, flashmla_tail
-from bench.timing import attempt, back_to_back, captured, free_memory, settled
+from bench.timing import attempt, captured, free_memory, sustained_ms
 from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.prefix.planner import break_even
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
@@ -101,16 +100,6 @@ def checked(tile: Tile, dtype: str, case: Case, expected: list[torch.Tensor]) ->
     if not difference <= LARGEST_DIFFERENCE[dtype]:  # so that NaN fails too
         raise ValueError(f"differs by {difference:.2g} from the first tile in {case}")
     return captured(function)
-
-
-def sustained_ms(function: Callable[[], Any], seconds: float) -> float:
-    """Return the ms of a call, back to back for this long, without the first third, at the previous tile's clock."""
-    times, end = [], time.perf_counter() + seconds
-    for ms in back_to_back(function):
-        times.append(ms)
-        if time.perf_counter() >= end:
-            break
-    return settled(times)
 
 
 def time_tiles(tiles: Iterable[Tile], dtype: str, case: Case) -> dict[Tile, float]:

@@ -4,7 +4,8 @@ the GPU does at best."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -44,25 +45,20 @@ def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:
     return ms
 
 
-def back_to_back(function: Callable[[], Any]) -> Iterator[float]:
-    """Call for ever without flushing L2, and yield the ms per call of each batch of calls.
-
-    Unlike `time_ms` this can run long enough for the GPU to reach its power limit."""
-    calls = 1
-    while True:
+def sustained_ms(function: Callable[[], Any], seconds: float) -> float:
+    """Median time of a call in ms, back to back for this long, without flushing L2: long enough for the GPU to reach
+    its power limit. The first third does not count, in which clock and power are still settling."""
+    times: list[float] = []
+    calls, stop = 1, time.perf_counter() + seconds
+    while not times or time.perf_counter() < stop:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
             function()
         end.record()
         end.synchronize()
-        ms = start.elapsed_time(end) / calls
-        calls = max(1, round(BATCH_MS / ms))
-        yield ms
-
-
-def settled(times: Sequence[float]) -> float:
-    """The median of the last two thirds; clock and power are still settling in the first."""
+        times.append(start.elapsed_time(end) / calls)
+        calls = max(1, round(BATCH_MS / times[-1]))
     return median(times[len(times) // 3 :])
 
 

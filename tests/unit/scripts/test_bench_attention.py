@@ -49,8 +49,8 @@ def test_cases(command):
     assert case.fields("fp8")["groups"] == 1
 
 
-def test_back_to_back_goes_in_batches(timing, monkeypatch):
-    """Of one call first, then of so many that a batch takes 10 ms."""
+def test_a_sustained_time_is_of_batches_without_the_first_third(timing, monkeypatch):
+    """Of one call first, then of so many that a batch takes 10 ms. Calls take 5 ms, and 2 ms from a moment on."""
     now, waits = [0.0], []
 
     class Event:
@@ -67,17 +67,13 @@ def test_back_to_back_goes_in_batches(timing, monkeypatch):
             return end.at - self.at
 
     def call() -> None:
-        now[0] += 2.0
+        now[0] += 5.0 if now[0] < 25.0 else 2.0
 
     monkeypatch.setattr(timing.torch.cuda, "Event", Event)
-    times = timing.back_to_back(call)
-    assert [next(times) for _ in range(3)] == [2.0] * 3
-    assert waits == [2.0, 12.0, 22.0]
-
-
-def test_settled_leaves_out_the_first_third(timing):
-    assert timing.settled([9.0, 9.0, 1.0, 2.0, 3.0, 2.0]) == 2.0
-    assert timing.settled([5.0]) == 5.0
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0] / 1e3)
+    assert timing.sustained_ms(call, 0.03) == 3.5  # the median of 5, 5, 2 and 2
+    assert waits == [5.0, 15.0, 25.0, 29.0, 39.0]
+    assert timing.sustained_ms(call, 0.0) == 2.0  # one batch in any case
 
 
 def test_pages_are_shared_within_a_group_only():

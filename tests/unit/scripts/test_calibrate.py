@@ -174,20 +174,6 @@ def test_large_tiles_are_judged_at_few_and_many_requests_within_half_a_minute(ti
     assert tile_choice.ROUNDS >= 3 and tile_choice.ROUNDS * tile_choice.TURN_S >= 0.3
 
 
-def test_a_turn_counts_its_later_part(tile_choice, monkeypatch):
-    """Of ten batches of 0.1 s the first three are left out."""
-    now = [0.0]
-
-    def back_to_back(function):
-        for ms in [9.0] * 3 + [5.0, 1.0, 2.0, 3.0, 4.0, 5.0, 1.0] + [9.0] * 20:
-            now[0] += 0.1
-            yield ms
-
-    monkeypatch.setattr(tile_choice, "back_to_back", back_to_back)
-    monkeypatch.setattr(tile_choice.time, "perf_counter", lambda: now[0])
-    assert tile_choice.sustained_ms(lambda: None, 0.95) == 3.0
-
-
 def test_tiles_must_agree_with_the_first(tile_choice, monkeypatch):
     """All start from the same seed, so only the factor differs."""
     expected: list[torch.Tensor] = []
