@@ -1,6 +1,7 @@
 """Draw the images of README.md and docs: the rows of a table (bench/tables.py), and what of them is shown.
 
-- `row` and `column`: format strings that tell panels apart, and their titles; `x`: the field along the axis.
+- `column`: a format string that tells panels apart, and their title; `row`: one that is the same for all, their title
+  together; `x`: the field along the axis.
 - `series`: label -> `y` and `mark` (a second value, a line across a bar), which are fields as in cells.
 - `kind`: `bars`, or `lines` on a logarithmic scale; `above`: what stands above each group of bars.
 - `xlabel`, `ylabel`, and `panel`: width and height in inches.
@@ -66,28 +67,21 @@ def draw(spec: Spec, out: Path) -> None:
     from matplotlib.figure import Figure
 
     found = panels(spec)
-    rows, columns = (list(dict.fromkeys(titles[side] for titles in found)) for side in (0, 1))
     width, height = spec.get("panel", (5, 4.5))
-    figure = Figure(figsize=(width * len(columns), height * len(rows) + 1), layout="constrained")
-    grid = figure.subplots(len(rows), len(columns), squeeze=False, sharey=spec.get("sharey", "row"))
+    figure = Figure(figsize=(width * len(found), height + 1), layout="constrained")
+    (grid,) = figure.subplots(1, len(found), squeeze=False, sharey=spec.get("sharey", "row"))
     ticks = sorted({row[spec["x"]] for of_panel in found.values() for row in of_panel})
     shown: dict[str, Any] = {}
-    for place, axes in ((place, axes) for place, line in enumerate(grid) for axes in line):
-        title = columns[list(grid[place]).index(axes)]
-        of_panel = found.get((rows[place], title))
-        axes.set_visible(bool(of_panel))
-        if of_panel:
-            shown |= (bars if spec["kind"] == "bars" else lines)(axes, spec, of_panel, ticks)
-            axes.set_title(title, fontsize="medium")
-            axes.grid(axis="y", alpha=0.3)
-            axes.set_axisbelow(True)
-    for title, line in zip(rows, grid, strict=True):
-        first = next(axes for axes in line if axes.get_visible())
-        first.set_ylabel(f"{title}\n{spec['ylabel']}".strip())
-        first.tick_params(labelleft=True)
+    for axes, ((_, title), of_panel) in zip(grid, found.items(), strict=True):
+        shown |= (bars if spec["kind"] == "bars" else lines)(axes, spec, of_panel, ticks)
+        axes.set_title(title, fontsize="medium")
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    of_row, _ = next(iter(found))
+    grid[0].set_ylabel(f"{of_row}\n{spec['ylabel']}".strip())
     figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=min(5, len(shown)), frameon=False)
     footer = textwrap.fill(
-        made_with([one for of in found.values() for row in of for one in row["records"]]), 30 * len(columns)
+        made_with([one for of in found.values() for row in of for one in row["records"]]), 30 * len(found)
     )
     figure.supxlabel(f"{spec['xlabel']}\n{footer}", fontsize="small", color="0.35")
     out.parent.mkdir(parents=True, exist_ok=True)
