@@ -18,17 +18,13 @@ FEWEST_CALLS = 5  # that a median is of, however long a call takes
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A CUDA graph of one call, to replay; the function itself if it cannot be captured."""
+    """A CUDA graph of one call, to replay."""
     for _ in range(3):  # compiles, fills in schedules
         function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            function()
-    except RuntimeError as error:
-        print(f"no CUDA graph, timed without: {str(error)[:300]}", flush=True)
-        return function
+    with torch.cuda.graph(graph):
+        function()
 
     def replay(kept: Callable[[], Any] = function) -> None:  # whose tensors must live as long as the graph
         graph.replay()
@@ -73,10 +69,7 @@ def attempt(what: str, function: Callable[..., Any], *args: Any) -> Any:
 
 def measure(function: Callable[[], Any], rep_ms: int, work: tuple[int, int] | None) -> dict[str, Any]:
     """Metrics of a callable; work: its operations and its bytes of keys and values, for rates."""
-    replay = captured(function)
-    metrics: dict[str, Any] = {"ms": time_ms(replay, rep_ms)}
-    if replay is function:
-        metrics["cuda_graph"] = False
+    metrics: dict[str, Any] = {"ms": time_ms(captured(function), rep_ms)}
     if work:
         flops, read_bytes = work
         metrics |= dict(tflops=flops / metrics["ms"] / 1e9, gbps=read_bytes / metrics["ms"] / 1e6)
