@@ -92,7 +92,6 @@ def train(
 def draft(
     data: DataFolder,
     model: ModelFolder,
-    out: Annotated[Path, typer.Argument(help="Folder of the checkpoint with the layer; may be the model's.")],
     steps: Steps = 2_480,
     tokens: Tokens = 32_768,
     context: Context = 8192,
@@ -102,8 +101,8 @@ def draft(
 ) -> None:
     """Train the layer with which the model drafts its own next tokens, for speculative decoding (NextN, MTP).
 
-    The model's weights stay as they are, bit for bit. OUT then holds the checkpoint with the layer, as SGLang loads it
-    for `--speculative-algorithm NEXTN`, and `training_draft.json` with the losses.
+    The model's weights stay as they are, bit for bit. MODEL then holds the checkpoint with the layer, as SGLang loads
+    it for `--speculative-algorithm NEXTN`, and `training_draft.json` with the losses.
     """
     plan, config = Plan(tokens, context, rate, seed, steps, workers), json.loads((model / "config.json").read_text())
     network, layer = load_network(model, PACKED).requires_grad_(False), Draft(config := config_with_draft(config))
@@ -113,11 +112,8 @@ def draft(
     report = fit(plan, layer.to(DEVICE), lambda batch: draft_losses(network, layer, batch), batches, layer.balance)
     prefix = draft_prefix(config["num_hidden_layers"])
     others = {name: x for name, x in load_file(model / "model.safetensors").items() if not name.startswith(prefix)}
-    size = save(out, others | {prefix + name: weight for name, weight in layer.stored().items()}, config)
-    if out.resolve() != model.resolve():
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(model / name, out / name)
-    write_report(out / "training_draft.json", {"plan": asdict(plan), **report, "bytes": size})
+    size = save(model, others | {prefix + name: weight for name, weight in layer.stored().items()}, config)
+    write_report(model / "training_draft.json", {"plan": asdict(plan), **report, "bytes": size})
 
 
 @app.command("examine")
