@@ -31,10 +31,9 @@ from scipy.stats import bootstrap
 from lab.accuracy.served import BASELINE, IMPLS, Impl, Query, Rows, Served, ServedLayer, attend
 from lab.training.batches import EOS_ID, Data
 from lab.training.chats import dictionary_cases, lookup_cases
-from lab.training.examination import LOOKUP_TOKENS, windows
+from lab.training.examination import LOOKUP_TOKENS, STRIDE, WINDOW, windows
 from sglang_mla_ext.kernels.reference.attention import errors
 
-WINDOW, STRIDE = 4096, 2048
 RESAMPLES = 2000
 PERCENTILES = {"abs_p50": 50, "abs_p90": 90, "abs_p99": 99, "abs_p999": 99.9, "abs_max": 100}
 LAST_ROWS = 64
@@ -105,7 +104,7 @@ def prose_windows(data: Data, most: int, seed: int) -> list[Window]:
 
 def cut(index: int, document: list[int]) -> Iterator[Window]:
     """The windows of a document, see the module."""
-    for begin, first, end in windows(len(document), WINDOW, STRIDE):
+    for begin, first, end in windows(len(document)):
         first = max(first, end // 2) if first == 1 else first
         if first - 1 > begin and end > first:
             yield Window(index, document[begin : first - 1], document[first - 1 : end])

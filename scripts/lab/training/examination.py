@@ -18,6 +18,8 @@ from transformers import DeepseekV3ForCausalLM
 from lab.training.batches import EOS_ID, Data
 from lab.training.chats import Case, dictionary_cases, lookup_cases
 
+WINDOW, STRIDE = 4096, 2048
+"""Tokens of a window over a document, and from one window to the next."""
 LOOKUP_TOKENS = {512: 500, 2048: 2000, 8192: 8000}
 """Prompt tokens for each nominal length; they leave room for the answer."""
 
@@ -29,15 +31,15 @@ def logits_of(network: DeepseekV3ForCausalLM, document: list[int]) -> Tensor:
     return logits
 
 
-def perplexity(network: DeepseekV3ForCausalLM, data: Data, window: int = 4096, stride: int = 2048) -> dict[str, float]:
+def perplexity(network: DeepseekV3ForCausalLM, data: Data) -> dict[str, float]:
     """Perplexity per token of the held-out documents, in windows that overlap.
 
-    A token is predicted from those before it in its window: at least `window - stride`, or all that its document has.
+    A token is predicted from those before it in its window: at least `WINDOW - STRIDE`, or all that its document has.
     """
     losses, count = 0.0, 0
     for index in range(len(data.held_out)):
         document = data.held_out.document(index).tolist()
-        for begin, first, end in windows(len(document), window, stride):
+        for begin, first, end in windows(len(document)):
             found = logits_of(network, document[begin : end - 1])[first - begin - 1 :]
             targets = torch.tensor(document[first:end], device=found.device)
             losses += float(F.cross_entropy(found, targets, reduction="sum"))
@@ -45,15 +47,15 @@ def perplexity(network: DeepseekV3ForCausalLM, data: Data, window: int = 4096, s
     return {"perplexity": math.exp(losses / count), "perplexity_tokens": count}
 
 
-def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+def windows(tokens: int) -> Iterator[tuple[int, int, int]]:
     """Windows over a document: where each begins, the first token that it predicts, and its end.
 
-    Each token but the first is predicted once; a window has up to `window` tokens before the last that it predicts.
+    Each token but the first is predicted once; a window has up to `WINDOW` tokens before the last that it predicts.
     """
     first = 1
     while first < tokens:
-        end = min(tokens, (first + stride) if first > 1 else window + 1)
-        yield max(0, end - 1 - window), first, end
+        end = min(tokens, (first + STRIDE) if first > 1 else WINDOW + 1)
+        yield max(0, end - 1 - WINDOW), first, end
         first = end
 
 
