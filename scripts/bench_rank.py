@@ -125,7 +125,6 @@ def main(
     comparison = Comparison(
         backend or [HYBRID, STOCK],
         [make_load(*one, vocabulary, seed, **sizes) for one in cases],
-        1,
         ModelDims.from_json(model),
         described,
         out,

@@ -88,13 +88,13 @@ def main(
     comparison = Comparison(
         backends,
         asked,
-        runs,
         ModelDims.from_json(model) if Path(model).exists() else None,
         {} if workload else {"questions": QUESTIONS},
         out,
         logs,
         console_of(width=120),
-        logs / "traces" if profile else None,
+        rounds=runs,
+        traces=logs / "traces" if profile else None,
     )
     if base_url:
         comparison.measure_running(base_url)

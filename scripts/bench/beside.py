@@ -67,20 +67,20 @@ class Comparison:
 
     Attributes:
         backends: of attention, with their flags.
-        rounds: how often each workload is measured on each server.
         described: fields of each record's case.
         logs: folder for the output of servers and clients.
+        rounds: how often each workload is measured on each server.
         traces: folder of profiles, each of one more run after the last round; None for no profiles.
     """
 
     backends: Sequence[str]
     workloads: Sequence[Workload]
-    rounds: int
     dims: ModelDims | None
     described: Mapping[str, Any]
     out: Path | None
     logs: Path
     console: Console
+    rounds: int = 1
     traces: Path | None = None
     found: list[Run] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
