@@ -248,10 +248,12 @@ def serve(
         pass_s = prefill(ranks * max(len(rank.begun) for rank in in_pass)) if prefill and in_pass else 0.0
         before, now = now, now + max(decode_s, pass_s)
         for rank in of:
-            first.update(now - came for came in rank.begun)
+            for came in rank.begun:
+                first[now - came] += 1
             # Of an answer's tokens the first is no decode step's.
             next_step = rank.steps if rank in in_pass else rank.steps + 1
-            rank.ends.update(next_step + draw.randint(2, warm - 2) - 2 for _ in rank.begun)
+            for _ in rank.begun:
+                rank.ends[next_step + draw.randint(2, warm - 2) - 2] += 1
             rank.running += len(rank.begun)
             if rank in in_pass:
                 rank.told[now] += len(rank.begun)
@@ -260,7 +262,8 @@ def serve(
                 between[now - told] += count
             ended = rank.ends.pop(rank.steps, 0)
             rank.running -= ended
-            rank.told = Counter({now: rank.running})
+            rank.told.clear()
+            rank.told[now] = rank.running
             rank.sent.extend([now + (0 if ahead else HEARD_STEPS * decode_s) + client_s] * ended)
             rank.steps += 1
             if rank is of[0] and rank.steps == warm:
