@@ -11,7 +11,7 @@ from sglang_mla_ext.predict.mixed import allowed
 from sglang_mla_ext.predict.sharing import may_group
 from sglang_mla_ext.predict.step import Deployment
 from sglang_mla_ext.predict.weights import embedding_bytes
-from sglang_mla_ext.prefix.memory.default import TRANSIENT_TOKENS, default_bytes, default_transient_tokens
+from sglang_mla_ext.prefix.memory.default import default_bytes, default_transient_tokens, transient_tokens
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,10 @@ def default_transient_tokens_of(of: Deployment, fraction: float, for_prefixes: f
     those of `memory`."""
     if of.dp == 1 or of.query_tokens > 1:
         return 0
-    of = replace(of, prefill_expand_tokens=TRANSIENT_TOKENS)
+    tokens = transient_tokens(of.cost.local_heads)
+    of = replace(of, prefill_expand_tokens=tokens)
     named = None if for_prefixes is None else int(for_prefixes)
-    return default_transient_tokens(TRANSIENT_TOKENS, int(memory(of, fraction).budget), transient_bytes(of), named)
+    return default_transient_tokens(tokens, int(memory(of, fraction).budget), transient_bytes(of), named)
 
 
 def fraction_that_fits(of: Deployment, tokens: int) -> float:
