@@ -121,20 +121,20 @@ def is_fp4(name: str) -> bool:
 def _shipped(name: str) -> Mapping[str, Any]:
     if is_fp4(name):
         raise UnknownModelError(f"{name} is not supported: {FP4_WEIGHTS}")
-    asked, known = name.lower(), dict[str, str]()
+    asked, predicted, known = name.lower(), model_names(), list[str]()
     for shipped in config_names("checkpoints"):
         checkpoint = read_config("checkpoints", shipped)
         names = [each.lower() for each in checkpoint["names"]]
         if asked in (of_this := (shipped, *names, *(each.partition("/")[2] for each in names))):
             if (why := checkpoint.get("refused")) is not None:
                 raise UnknownModelError(f"{name} is not supported: {why}")
-            if shipped in model_names():
+            if shipped in predicted:
                 config: Mapping[str, Any] = checkpoint["config"]
                 return config
-        known |= dict.fromkeys(of_this, shipped) if shipped in model_names() else {}
+        known += of_this if shipped in predicted else ()
     meant = did_you_mean(asked, {each: each for each in known})
     raise UnknownModelError(
-        f"no model {name!r}.{meant} Known are {', '.join(model_names())}; or give a path to a config.json"
+        f"no model {name!r}.{meant} Known are {', '.join(predicted)}; or give a path to a config.json"
     )
 
 
