@@ -24,6 +24,7 @@ A case is a workload, the tokens of the prompt that its requests share, and thei
   median time between two tokens of an answer while all requests decode;
 - `short`: so many at a time, `--answers` times as many in all; answers have 16 to 208 tokens, so that a request ends at
   nearly every step and the next is prefilled: tokens per second while others wait;
+- `mmlu`, `gsm8k`, `simpleqa`: as `short`, as long as DeepSeek-V3's answers to these;
 - `agents`, `long_agents`: so many sessions at once, with histories of their own and several turns.
 
 `--drafts 2.5` has the model's own layer draft, and a verify step yield so many tokens in the mean, whatever they are.
@@ -68,7 +69,7 @@ def main(
     case: Annotated[
         list[str], typer.Option(help=f"Workload ({', '.join(KINDS)}):prompt tokens:requests; repeatable.")
     ] = ["short:7069:128", "short:26472:128"],  # noqa: B006
-    answers: Annotated[int, typer.Option(min=2, help="Answers of short, as a multiple of its requests.")] = 6,
+    answers: Annotated[int, typer.Option(min=2, help="Answers of all but decode, as a multiple of its requests.")] = 6,
     output_tokens: Annotated[int, typer.Option(min=16, help="Tokens of each answer of decode.")] = 256,
     gpus: Annotated[str | None, typer.Option(help="GPUs, such as 0,1: one server at a time on each (one GPU).")] = None,
     together: Annotated[

@@ -13,7 +13,7 @@ from a seed: lengths, token ids, and the order of the sessions. A file says
 - `cases`: the same with these values instead, each with a `name`.
 
 A length is a number, `[smallest, largest]`, or `{"workload": "mmlu", "of": "prompt_tokens"}`, drawn from the quantiles
-of a published workload, as DeepSeek-V3 answers it.
+of a published workload, as DeepSeek-V3 answers it; with `most`, longer ones are cut.
 
 `make_load` draws those of `bench_rank.py`: requests that share one prompt, all at once or so many at a time.
 """
@@ -39,11 +39,14 @@ FIELDS = {
 }
 NODE_FIELDS = {"tokens", "requests", "below"}
 
+DATASETS = ("mmlu", "gsm8k", "simpleqa")
 AGENTS = {"agents": "short histories", "long_agents": "long histories"}
 """Kinds of agent sessions, and their cases of the workload `agent_sessions`."""
-KINDS = ("decode", "short", *AGENTS)
+KINDS = ("decode", "short", *AGENTS, *DATASETS)
 OWN_TOKENS = [350, 450]
 """Fewest and most own tokens of a request of `decode`."""
+MOST_TOKENS = 2048
+"""Longest answers of a dataset, as in TyphoonMLA's figure 3."""
 DECODE_INTERVAL = 16
 """Tokens of an answer of `decode` sent in one piece, so that HTTP does not set the pace. Of the others each is sent
 alone: what holds up one token must not be spread over several."""
@@ -242,16 +245,19 @@ def draw_lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> list
     return drawn
 
 
-def published_lengths(workload: str, of: str, count: int, rng: np.random.Generator) -> list[int]:
+def published_lengths(
+    workload: str, of: str, count: int, rng: np.random.Generator, most: int | None = None
+) -> list[int]:
     """Lengths in tokens, drawn from the quantiles of a published workload with DeepSeek-V3's tokens and answers.
 
     Args:
         of: `prompt_tokens` or `generated_tokens`.
+        most: longer ones are cut.
     """
     quantiles = read_config("workloads", workload)["models"]["deepseek-v3"][of]["quantiles"]
     percents = [float(percent) for percent in quantiles]
     drawn = np.interp(rng.uniform(0, 100, count), percents, list(quantiles.values()))
-    lengths: list[int] = drawn.round().clip(min=1).astype(int).tolist()
+    lengths: list[int] = drawn.round().clip(1, most).astype(int).tolist()
     return lengths
 
 
@@ -268,10 +274,10 @@ def make_load(
     """Draw a workload and its warm-up.
 
     Args:
-        kind: `decode` sends all requests at once, agents all sessions; `short` so many at a time, with the lengths of
-            the workload `short_answers`.
+        kind: `decode` sends all requests at once, agents all sessions; the others so many at a time, with the lengths
+            of the workload `short_answers` or of a dataset.
         vocabulary: `[tokens]` the ids that texts are drawn from.
-        answers: of `short`, as a multiple of `concurrency`; output_tokens: of each answer of `decode`.
+        answers: of all but `decode`, as a multiple of `concurrency`; output_tokens: of each answer of `decode`.
     """
     decode, agents = kind == "decode", kind in AGENTS
     measured = concurrency if decode or agents else answers * concurrency
@@ -298,5 +304,8 @@ def lengths_of(kind: str, output_tokens: int) -> dict[str, Any]:
         config = read_config("workloads", "agent_sessions")
         (case,) = (case for case in config["cases"] if case["name"] == AGENTS[kind])
         return {name: (config | case)[name] for name in ("own_tokens", "output_tokens", "turns", "tool_tokens")}
-    config = read_config("workloads", "short_answers")
-    return {name: config[name] for name in ("own_tokens", "output_tokens")}
+    if kind == "short":
+        config = read_config("workloads", "short_answers")
+        return {name: config[name] for name in ("own_tokens", "output_tokens")}
+    answers = {"workload": kind, "of": "generated_tokens", "most": MOST_TOKENS}
+    return {"own_tokens": {"workload": kind, "of": "prompt_tokens"}, "output_tokens": answers}

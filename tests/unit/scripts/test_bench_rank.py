@@ -175,6 +175,11 @@ def test_short_has_answers_that_others_wait_for() -> None:
     assert load("short", answers=3).requests == 24
 
 
+@pytest.mark.parametrize(("kind", "mean"), [("mmlu", 248), ("gsm8k", 314), ("simpleqa", 111)])
+def test_datasets_answers(kind: str, mean: float) -> None:
+    assert np.mean(answers(load(kind, 256))) == pytest.approx(mean, rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("gpus", "expected"),
     [
