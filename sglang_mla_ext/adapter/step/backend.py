@@ -33,39 +33,27 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.stock.protocol import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
 
-READ_FROM_STOCK = (
+OF_STOCK = (
+    "forward_metadata",
     "token_to_kv_pool",
     "req_to_token_pool",
     "max_context_len",
     "init_mha_chunk_metadata",
-)
-"""Attributes that SGLang reads of an MLA backend beside the interface's own names; the contract lists who reads them,
-and a test compares that with SGLang's source."""
-
-FLAGS_OF_STOCK = (
     "needs_cpu_seq_lens",
-    "supports_ragged_verify_graph",
-    "use_captured_forward_metadata_for_breakable_cuda_graph",
-    "supports_full_cuda_graph_chunked_prefix",
-    "extend_dummy_seqs_capped_by_req_pool",  # from 0.5.23 on
-)
-METHODS_OF_STOCK = (
     "get_cuda_graph_seq_len_fill_value",
     "on_after_cuda_graph_warmup",
+    "verify_mask",
+    "update_verify_buffers_to_fill_after_draft",
+    "supports_ragged_verify_graph",
+    "supports_full_cuda_graph_chunked_prefix",
     "prepare_full_cuda_graph_chunked_prefix",
+    "use_captured_forward_metadata_for_breakable_cuda_graph",
     "init_forward_metadata_for_breakable_cuda_graph_capture",
     "prepare_forward_metadata_for_breakable_cuda_graph_replay",
-    "update_verify_buffers_to_fill_after_draft",
+    "extend_dummy_seqs_capped_by_req_pool",  # from 0.5.23 on
 )
-"""Attributes and methods of the interface that have a default, and that the stock backend may answer otherwise."""
-
-
-def _forwarded(name: str) -> Callable[..., Any]:
-    def method(self: HybridMLABackend, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._stock.backend, name)(*args, **kwargs)
-
-    method.__name__ = name
-    return method
+"""Attributes and methods that SGLang reads of an MLA backend, and that are the stock backend's. The contract lists who
+reads them, and a test compares that with SGLang's source."""
 
 
 def _of_stock(name: str, *default: Any) -> property:
@@ -118,19 +106,9 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         self._layer_index, self._heads, self._query_tokens = layer_index, heads, query_tokens
         self._leave_graph, self._prefill_graph = leave_graph, prefill_graph
         self.preparation = Preparation(stock, latent, shared, steps, requests=requests, query_tokens=query_tokens)
-        for name in FLAGS_OF_STOCK:
-            if hasattr(stock.backend, name):
-                setattr(self, name, getattr(stock.backend, name))
 
     # ---- what SGLang reads
 
-    def __getattr__(self, name: str) -> Any:
-        if name in READ_FROM_STOCK:
-            return getattr(self._stock.backend, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-    forward_metadata = _of_stock("forward_metadata")
-    verify_mask = _of_stock("verify_mask")
     # From 0.5.23 on. SGLang gives its own to a backend that has none, which is the stock backend's then.
     kv_index_translator = _of_stock("kv_index_translator", None)
 
@@ -327,5 +305,5 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
             return tail_out
 
 
-for _name in METHODS_OF_STOCK:
-    setattr(HybridMLABackend, _name, _forwarded(_name))
+for _name in OF_STOCK:
+    setattr(HybridMLABackend, _name, _of_stock(_name))

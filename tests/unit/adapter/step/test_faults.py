@@ -33,7 +33,6 @@ from release import OLDEST
 PROCESSES = 2
 
 DOORS = {
-    "adapter/step/backend.py HybridMLABackend.__getattr__",
     "adapter/step/backend.py HybridMLABackend.forward_decode",
     "adapter/step/backend.py HybridMLABackend.forward_extend",
     "adapter/step/backend.py HybridMLABackend.init_forward_metadata",
