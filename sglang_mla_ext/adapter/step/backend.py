@@ -183,7 +183,7 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
             out: torch.Tensor = forward(q, None, None, layer, forward_batch, save_kv_cache=False)
             return out
         with our_part(Fallback.ATTENTION):
-            return self._attend(q, q_rope, layer, forward_batch)
+            return self._attend(q, q_rope, layer)
 
     def forward_extend(
         self,
@@ -217,12 +217,12 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         return self._stock.extend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def _in_parts(
-        self, q: torch.Tensor, q_rope: torch.Tensor | None, rows: int, layer: RadixAttention
+        self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: RadixAttention
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a query in two parts, which it may have come in."""
         if q_rope is not None:
             return q, q_rope
-        q = q.view(rows, self._heads, -1)
+        q = q.view(len(q), self._heads, -1)
         content, rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
         return content, rope
 
@@ -235,7 +235,7 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         """Attend in a layer of a pass in a prefill graph, see `forward_extend`."""
-        q, q_rope = self._in_parts(q, q_rope, len(q), layer)
+        q, q_rope = self._in_parts(q, q_rope, layer)
         # SGLang's own buffer, where it has one: otherwise it copies the result.
         out = getattr(forward_batch, "_attn_output", None)
         out = q.new_empty(len(q), self._heads * layer.v_head_dim) if out is None else out.view(len(q), -1)
@@ -243,13 +243,10 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
         self._prefill_graph.attend(layer, q_nope, q, q_rope, out.view(len(q), self._heads, -1))
         return out
 
-    def _attend(
-        self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: RadixAttention, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: RadixAttention) -> torch.Tensor:
         """Attend in a decode or verify step that is not the stock backend's, see `forward_decode`."""
         step = passes.now
-        rows = forward_batch.batch_size * self.preparation.tokens_each(step.kind)
-        q, q_rope = self._in_parts(q, q_rope, rows, layer)
+        q, q_rope = self._in_parts(q, q_rope, layer)
         shadow = self._steps.shadow if step.way is Way.SHARED else None
         watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None
         before_tails = step.takes_query and self._shared is not None and self._shared.runs_beside_tails
