@@ -38,7 +38,7 @@ class NodeHandle:
 
 
 class NodeTreeView(TreeView):
-    """See TreeView.
+    """See TreeView, also for each method.
 
     A running request holds `last_node`, the tree node where its cached prefix ends, and locks it and all its ancestors,
     so their slots neither move nor get a new owner while it runs. When a later request diverges inside a node, SGLang
@@ -67,15 +67,12 @@ class NodeTreeView(TreeView):
         self._listed: dict[TreeNode, tuple[NodeHandle, int]] = {}  # the shared nodes of the last call, and their ends
 
     def state(self, requests: Sequence[Req]) -> Hashable:
-        """See prefix.tree.Tree."""
         return tuple(map(_RID, requests)), tuple(map(id, map(_LAST_NODE, requests)))
 
     def hold(self, requests: Sequence[Req]) -> object:
-        """See prefix.tree.Tree."""
         return list(map(_LAST_NODE, requests))
 
     def ends(self, held: Sequence[TreeNode | None]) -> Sequence[NodeHandle]:
-        """See prefix.tree.Tree."""
         return [self._handle(node) for node in held if node is not None and node.parent is not None]
 
     def shared(
@@ -110,20 +107,16 @@ class NodeTreeView(TreeView):
         return SharedTree(handles, parents, node_ends, deepest, complete)
 
     def forget(self) -> None:
-        """See prefix.tree.Tree."""
         self._forks.forget()
         self._listed = {}
 
     def length(self, node: NodeHandle) -> int:
-        """See prefix.tree.Tree."""
         return len(node.node.key)
 
     def parent(self, node: NodeHandle) -> NodeHandle | None:
-        """See prefix.tree.Tree."""
         return None if (parent := node.node.parent) is None or parent.parent is None else self._handle(parent)
 
     def holders(self, node: NodeHandle) -> int:
-        """See prefix.tree.Tree."""
         return int(node.node.lock_ref)
 
     def is_attached(self, node: NodeHandle) -> bool:
@@ -140,7 +133,6 @@ class NodeTreeView(TreeView):
         return parent.children.get(tree_node.key.child_key(self._cache.page_size)) is tree_node
 
     def slots(self, node: NodeHandle, node_end: int, start: int, end: int) -> torch.Tensor:
-        """See TreeView."""
         import torch
 
         pieces = []

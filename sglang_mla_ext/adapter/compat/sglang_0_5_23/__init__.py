@@ -30,7 +30,6 @@ class Release0523(Arguments0523, Release0517):
     TreeView = NumberedTreeView
 
     def row_of_request(self, req: Any) -> int:
-        """See Release0517."""
         return int(req.kv.req_pool_idx)
 
     def wait_before_loading(self, controller: HiCacheController, stream: torch.Stream) -> None:
@@ -47,17 +46,14 @@ class Release0523(Arguments0523, Release0517):
         return False
 
     def flash_mla(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """See Release0517."""
         from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
         return flash_mla_with_kvcache, get_mla_metadata
 
     def shares_in_prefill_graphs(self) -> bool:
-        """See Release0517."""
         return True
 
     def prefill_graph_rows(self, args: ServerArgs) -> int:
-        """See Release0517."""
         if args.device == "cpu":
             return int(args.max_prefill_tokens) + max(args.chunked_prefill_size or 0, 0)
         config = args.cuda_graph_config.prefill
@@ -66,7 +62,6 @@ class Release0523(Arguments0523, Release0517):
     def write_slots(
         self, batch: ForwardBatch, translator: KVIndexTranslator, out: torch.Tensor, **ranges: torch.Tensor
     ) -> None:
-        """See Release0517."""
         translator.pack_read_stream(batch.kv_loc_plan, req_pool_indices=batch.req_pool_indices, out=out, **ranges)
 
     def mixes_with_drafts(self, args: ServerArgs) -> bool:
@@ -81,7 +76,6 @@ class Release0523(Arguments0523, Release0517):
     def extend_draft(
         self, units: Units, runner: ModelRunner, batch: ForwardBatch, draft_worker: Any
     ) -> ModelRunnerOutput | None:
-        """See Release0517."""
         from sglang_mla_ext.adapter.compat.sglang_0_5_23.draft_extend import extend_draft
 
         return extend_draft(units, runner, batch, draft_worker)
@@ -92,7 +86,6 @@ class Release0523(Arguments0523, Release0517):
         return "flashmla" if fp8 else "fa3"
 
     def set_draft_backend(self, args: ServerArgs, name: str) -> None:
-        """See Release0517."""
         from sglang.srt.arg_groups.overrides import declare_resolution
 
         declare_resolution(args, BACKEND_NAME, speculative_draft_attention_backend=name)

@@ -21,7 +21,6 @@ class Arguments0523(Arguments0517):
         return bool(getattr(args, "_resolution_finished", False))
 
     def resolve(self, args: ServerArgs) -> None:
-        """See Arguments0517."""
         args.resolve_once()
 
     def resolved(self, args: ServerArgs) -> Any:
@@ -31,7 +30,6 @@ class Arguments0523(Arguments0517):
         return args if isinstance(args, ResolvedView) else resolved_view(args)
 
     def attention_backends(self, args: ServerArgs) -> tuple[str | None, str | None]:
-        """See Arguments0517."""
         from sglang.srt.arg_groups.overrides import attention_backends_of
 
         prefill, decode = attention_backends_of(self.resolved(args))
@@ -42,7 +40,6 @@ class Arguments0523(Arguments0517):
         return int(args.dp_size if args.enable_dp_attention else args.attn_dp_size)
 
     def infiniband_check(self) -> tuple[Any, str]:
-        """See Arguments0517."""
         from sglang.srt.arg_groups import validation_hook
 
         return validation_hook, "validate_ib_devices"
@@ -71,7 +68,6 @@ class Arguments0523(Arguments0517):
         ]
 
     def uses_mla(self, args: ServerArgs) -> bool:
-        """See Arguments0517."""
         from sglang.srt.arg_groups.overrides import use_mla_backend
 
         return bool(use_mla_backend(args))

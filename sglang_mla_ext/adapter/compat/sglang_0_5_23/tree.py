@@ -27,7 +27,7 @@ _RID, _LAST_NODE = attrgetter("rid"), attrgetter("last_node")
 
 
 class NumberedTreeView(TreeView):
-    """See TreeView. Handles are the mirror's nodes.
+    """See TreeView, also for each method. Handles are the mirror's nodes.
 
     A running request holds `last_node`, the number of the node where its cached prefix ends, and locks it and all above
     it, so their slots neither move nor get a new owner while it runs. When a later request diverges inside a node,
@@ -63,7 +63,6 @@ class NumberedTreeView(TreeView):
         return list(self._core.collect_path_info(ids))
 
     def state(self, requests: Sequence[Req]) -> Hashable:
-        """See prefix.tree.Tree."""
         return tuple(map(_RID, requests)), tuple(map(_LAST_NODE, requests))
 
     def hold(self, requests: Sequence[Req]) -> object:
@@ -71,7 +70,6 @@ class NumberedTreeView(TreeView):
         return self._mirror.known(map(_LAST_NODE, requests))
 
     def ends(self, held: Sequence[MirrorNode]) -> Sequence[MirrorNode]:
-        """See prefix.tree.Tree."""
         return held
 
     def shared(
@@ -96,7 +94,6 @@ class NumberedTreeView(TreeView):
         return SharedTree(nodes, parents, node_ends, deepest, complete and all_known)
 
     def forget(self) -> None:
-        """See prefix.tree.Tree."""
         self._forks.forget()
         self._mirror.forget()
 
@@ -122,7 +119,6 @@ class NumberedTreeView(TreeView):
         return True
 
     def slots(self, node: MirrorNode, node_end: int, start: int, end: int) -> torch.Tensor:
-        """See TreeView."""
         last, above = node, node.parent
         assert above is not None, "the root has no tokens"
         while above.end > start and above.parent is not None:
