@@ -52,7 +52,7 @@ def check_ranks(found: dict[str, dict], largest_group: int) -> None:
             # One more where requests are sent in turn: the one that says when they decode.
             assert largest_group <= counters["max_group_size"] <= largest_group + 1, (name, counters)
             # SGLang 0.5.23 computes decode rows in prefill graphs while a rank with other requests prefills.
-            as_prefill = largest_group < BATCH and installed.shares_in_prefill_graphs()
+            as_prefill = largest_group < BATCH and installed.shares_in_prefill_graphs
             assert counters["fallbacks"] == {} and (as_prefill or counters["rows_as_prefill"] == 0), (name, counters)
 
 

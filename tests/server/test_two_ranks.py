@@ -173,7 +173,7 @@ def check_mixed(stock: Reference, server: Server) -> None:
         while time.monotonic() < until:
             generate(server, prompt(seed := seed + 1, 30), 0)
 
-    before, mixes = server.counters(), installed.shares_in_prefill_graphs()
+    before, mixes = server.counters(), installed.shares_in_prefill_graphs
     for attempt in range(8):
         chats = chats_over_time(40, seed=50 + attempt)
         expected, beside = in_thread(texts_of, stock, chats), in_thread(prefill_now_and_then, 1000 * attempt)

@@ -23,7 +23,7 @@ from sglang_mla_ext.adapter.compat import contract, installed
 IS_NEWEST = contract.line() == list(contract.SUPPORTED)[-1]
 """Of the releases that are supported."""
 V3 = "--model-path deepseek-ai/DeepSeek-V3 --tp 8 "
-IN_GRAPHS = installed.shares_in_prefill_graphs()
+IN_GRAPHS = installed.shares_in_prefill_graphs
 PAGES, GRAPHS = ["--page-size 64"], [] if IN_GRAPHS else ["--disable-prefill-cuda-graph"]
 SET = PAGES + GRAPHS
 DRAFT_BACKEND = "fa3" if IN_GRAPHS else "flashmla"

@@ -1,4 +1,4 @@
-"""The installed release of SGLang: one object, with a method for everything that differs between releases."""
+"""The installed release of SGLang: one object, with a member for everything that differs between releases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def choose() -> Release0517:
 
 installed = choose()
 """Chosen once in a process, and imported as `from sglang_mla_ext.adapter.compat import installed`. Each release's class
-is derived from the oldest one's, which declares all methods."""
+is derived from the oldest one's, which declares all members."""
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.compat.tree_view import TreeView as TreeView

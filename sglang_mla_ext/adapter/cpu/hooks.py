@@ -47,7 +47,7 @@ def install() -> None:
         "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__": missing_ops.before_nixl,
         f"sglang.srt.{HOST_POOL}": host_cache.before_host_pool,
     }
-    if installed.tree_of_linear_layers() is None:  # models with linear attention can be served
+    if installed.tree_of_linear_layers is None:  # models with linear attention can be served
         # SGLang copies inputs there in torch, which does not convert them: a server on the CPU has them in float32.
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
         before["sglang.srt.model_executor.model_runner.ModelRunner.load_model"] = linear_attention.before_load

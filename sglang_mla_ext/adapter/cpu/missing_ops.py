@@ -77,7 +77,7 @@ def before_nixl(*args: Any, **kwargs: Any) -> None:
 
     if not isinstance(_api.nixl_agent, functools.partial):
         _api.nixl_agent = functools.partial(_agent_on_host, _api.nixl_agent)
-    if installed.polls_nixl() and not isinstance(_api.nixl_agent_config, functools.partial):
+    if installed.polls_nixl and not isinstance(_api.nixl_agent_config, functools.partial):
         _api.nixl_agent_config = functools.partial(_api.nixl_agent_config, enable_prog_thread=False)
 
 

@@ -161,7 +161,7 @@ def fp8_cache(server: Server) -> Iterator[Finding]:
             f"stores it: use {BACKEND_NAME} for prefill too, or remove --kv-cache-dtype.",
         )
     captured = gpu and server.prefill.graphs != "disabled"
-    if captured and not (installed.shares_in_prefill_graphs() and server.prefill.is_ours):
+    if captured and not (installed.shares_in_prefill_graphs and server.prefill.is_ours):
         yield Finding(
             "prefill graphs with FP8",
             "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "

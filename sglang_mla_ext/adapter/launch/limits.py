@@ -63,7 +63,7 @@ def set_defaults(server_args: ServerArgs) -> None:
         raise Refusal(text, [Finding("--page-size", text)])
     server_args.page_size = PAGE_TOKENS
     # What other releases capture, and other backends, does not share, and cannot read an FP8 cache.
-    if not installed.shares_in_prefill_graphs() or installed.attention_backends(server_args)[0] != BACKEND_NAME:
+    if not installed.shares_in_prefill_graphs or installed.attention_backends(server_args)[0] != BACKEND_NAME:
         server_args.disable_prefill_cuda_graph = True
     if server_args.speculative_algorithm is not None and installed.attention_backends(server_args)[0] != BACKEND_NAME:
         server_args.speculative_attention_mode = "decode"

@@ -36,7 +36,7 @@ def _unknown_parts(server: Server) -> list[Finding]:
         )
         return [Finding("no rotation", text)]
     architecture = config.architectures[0]
-    if (tree := installed.tree_of_linear_layers()) and installed.linear_layers(server.args) is not None:
+    if (tree := installed.tree_of_linear_layers) and installed.linear_layers(server.args) is not None:
         text = (
             f"{architecture} has layers with linear attention beside Multi-head Latent Attention, and this SGLang "
             f"keeps its prefixes in a tree of another kind ({tree}): use SGLang 0.5.23 or newer, or choose another "

@@ -148,7 +148,7 @@ def table() -> list[Hook]:
              BEFORE, SESSION, Session.before_loading, Feature.HOST_CACHE, "loads that wait for the forward stream"),
     ]
     # fmt: on
-    if installed.ends_weight_updates():
+    if installed.ends_weight_updates:
         hooks.append(Hook(f"{weights}.end_weight_update", AFTER, SESSION, Session.weights_change, base, observer))
     if HybridMLAOptions.from_env().prefix_sharding != "off":
         gathered = "words of the attention backend in the exchange before a pass"

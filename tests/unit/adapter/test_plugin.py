@@ -118,7 +118,7 @@ def test_the_launching_process_adds_the_status_page(scenarios: dict[str, Any]) -
 
 def test_speculation_is_resolved_as_sglang_does_it(scenarios: dict[str, Any]) -> None:
     """What is looked at is what SGLang makes of the arguments: it may change the number of drafts."""
-    found, of_draft = scenarios["speculation"], "fa3" if installed.shares_in_prefill_graphs() else "flashmla"
+    found, of_draft = scenarios["speculation"], "fa3" if installed.shares_in_prefill_graphs else "flashmla"
     assert found["nextn"] == ["EAGLE", 4, of_draft] and found["two steps"] == ["EAGLE", 3, of_draft]
     assert found["another draft"] == ["EAGLE3", 4, "flashinfer"] and found["without"] == 1
     assert "--speculative-num-draft-tokens 9 is not supported: use 2 to 8" in found["many steps"]

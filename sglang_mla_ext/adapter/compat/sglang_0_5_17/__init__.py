@@ -32,12 +32,19 @@ class Release0517(Arguments0517):
     Attributes:
         CHANGES: what is used of the release otherwise than of the one before; of this one, all that is used.
         TreeView: reads its radix tree.
+        ends_weight_updates: whether `end_weight_update` ends an update of weights, perhaps the only call of it.
+        polls_nixl: whether a decode server asks NIXL for messages, which moves data along without a thread of NIXL's
+            own.
+        shares_in_prefill_graphs: whether prefill graphs call the backend between their segments (prefill_graph.py).
     """
 
     CHANGES: ClassVar[Changes] = Changes(
         uses={Feature.BASE: USED_AT_START + USED_IN_A_PASS, **USED_BY_FEATURES}, reads=READ_OF_BACKEND
     )
     TreeView: ClassVar[type[tree_view.TreeView]] = NodeTreeView
+    ends_weight_updates: ClassVar[bool] = False
+    polls_nixl: ClassVar[bool] = True
+    shares_in_prefill_graphs: ClassVar[bool] = False
 
     def row_of_request(self, req: Any) -> int:
         """Return a running request's row in the table of slots."""
@@ -47,24 +54,11 @@ class Release0517(Arguments0517):
         """Have the next copy from the host to the device wait for what was put on this stream; see host_cache.py."""
         controller.load_stream.wait_stream(stream)
 
-    def ends_weight_updates(self) -> bool:
-        """Return whether `end_weight_update` ends an update of weights, perhaps the only call of it."""
-        return False
-
-    def polls_nixl(self) -> bool:
-        """Return whether a decode server asks NIXL for messages, which moves data along without a thread of NIXL's
-        own."""
-        return True
-
     def flash_mla(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Return FlashMLA's attention over pages, and what makes its schedule."""
         from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
         return flash_mla_with_kvcache, get_mla_metadata
-
-    def shares_in_prefill_graphs(self) -> bool:
-        """Return whether prefill graphs call the backend between their segments (prefill_graph.py)."""
-        return False
 
     def prefill_graph_rows(self, args: ServerArgs) -> int:
         """Return the most new tokens of a prefill pass in a CUDA graph, 0 where there are no such graphs. Without a

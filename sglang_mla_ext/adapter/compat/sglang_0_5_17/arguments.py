@@ -15,9 +15,11 @@ class Arguments0517:
 
     Attributes:
         RESOLVED_BY: the method of SGLang's server arguments that turns what the user gave into what the server does.
+        tree_of_linear_layers: the prefix cache of a model that has some; None where it is the one that TreeView reads.
     """
 
     RESOLVED_BY: ClassVar[str] = "__post_init__"
+    tree_of_linear_layers: ClassVar[str | None] = "MambaRadixCache"
 
     def is_resolved(self, args: ServerArgs) -> bool:
         """Return whether RESOLVED_BY has run before on these arguments, in the process that they come from."""
@@ -77,10 +79,6 @@ class Arguments0517:
         from sglang.srt.configs.hybrid_arch import mambaish_config
 
         return mambaish_config(self._model_config(args))
-
-    def tree_of_linear_layers(self) -> str | None:
-        """Return the prefix cache of a model with such layers; None where it is the one that TreeView reads."""
-        return "MambaRadixCache"
 
     def draft_tokens(self, args: ServerArgs) -> int:
         """Return the query tokens of a request in a verify step, the last accepted one among them; 1 without

@@ -28,6 +28,13 @@ class Release0523(Arguments0523, Release0517):
 
     CHANGES = used.CHANGES
     TreeView = NumberedTreeView
+    # Weights that a peer has written (RDMA) come with no other call, and what is derived from any is made there
+    # (end_weight_update, managers/scheduler_components/weight_updater.py:323).
+    ends_weight_updates = True
+    # The prefill server reports what has come (transfer_worker, disaggregation/nixl/conn.py:1602) and a decode server
+    # asks NIXL for nothing: without NIXL's thread no transfer ended in 300 s.
+    polls_nixl = False
+    shares_in_prefill_graphs = True
 
     def row_of_request(self, req: Any) -> int:
         return int(req.kv.req_pool_idx)
@@ -35,23 +42,10 @@ class Release0523(Arguments0523, Release0517):
     def wait_before_loading(self, controller: HiCacheController, stream: torch.Stream) -> None:
         """See Release0517. SGLang has it wait."""
 
-    def ends_weight_updates(self) -> bool:
-        """See Release0517. Weights that a peer has written (RDMA) come with no other call, and what is derived from
-        any is made there (end_weight_update, managers/scheduler_components/weight_updater.py:323)."""
-        return True
-
-    def polls_nixl(self) -> bool:
-        """See Release0517. The prefill server reports what has come (transfer_worker, disaggregation/nixl/conn.py:1602)
-        and a decode server asks NIXL for nothing: without NIXL's thread no transfer ended in 300 s."""
-        return False
-
     def flash_mla(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
         return flash_mla_with_kvcache, get_mla_metadata
-
-    def shares_in_prefill_graphs(self) -> bool:
-        return True
 
     def prefill_graph_rows(self, args: ServerArgs) -> int:
         if args.device == "cpu":

@@ -15,6 +15,7 @@ class Arguments0523(Arguments0517):
     """See Arguments0517, also for each method."""
 
     RESOLVED_BY = "resolve_once"
+    tree_of_linear_layers = None  # one tree is for all models
 
     def is_resolved(self, args: ServerArgs) -> bool:
         """See Arguments0517. Whoever publishes the arguments calls RESOLVED_BY, in every process."""
@@ -76,7 +77,3 @@ class Arguments0523(Arguments0517):
         from sglang.srt.arg_groups.overrides import model_config_of
 
         return model_config_of(args)
-
-    def tree_of_linear_layers(self) -> str | None:
-        """See Arguments0517. One tree is for all models."""
-        return None

@@ -24,7 +24,7 @@ def test_thread_of_nixl(polled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     package._api = api  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "nixl", package)
     monkeypatch.setitem(sys.modules, "nixl._api", api)
-    monkeypatch.setattr(missing_ops.installed, "polls_nixl", lambda: polled)
+    monkeypatch.setattr(missing_ops.installed, "polls_nixl", polled)
     for _ in range(2):
         missing_ops.before_nixl()
     assert api.nixl_agent("a").nixl_mems["VRAM"] == "the host's"

@@ -361,7 +361,7 @@ def test_what_does_not_is_named(changes: dict[str, Any], expected: str) -> None:
 
 def test_an_fp8_cache_where_prefill_graphs_are_not_shared_in() -> None:
     args = server_args(kv_cache_dtype="fp8_e4m3")
-    if limits.installed.shares_in_prefill_graphs():
+    if limits.installed.shares_in_prefill_graphs:
         check(args, HOPPER)
     else:
         assert "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what" in message(args)
@@ -541,7 +541,7 @@ def test_page_size(given: int | None, on_gpu: bool, becomes: int | None) -> None
 def test_prefill_graphs_are_off_where_they_are_not_shared_in(dtype: str, on_gpu: bool) -> None:
     args = on(on_gpu, server_args(kv_cache_dtype=dtype, page_size=None))
     limits.set_defaults(args)
-    assert args.disable_prefill_cuda_graph is (on_gpu and not limits.installed.shares_in_prefill_graphs())
+    assert args.disable_prefill_cuda_graph is (on_gpu and not limits.installed.shares_in_prefill_graphs)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
