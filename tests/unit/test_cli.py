@@ -227,7 +227,7 @@ def test_what_all_commands_have():
 
 
 def test_doctor_refuses_with_every_reason(monkeypatch):
-    findings = [finding for flag in ("--pp-size above 1", "--enable-lora") for finding in unsupported(flag, True)]
+    findings = unsupported({"--pp-size above 1": True, "--enable-lora": True})
     line = LaunchLine({}, ["--model-path", "m"])
     code, output = examined(monkeypatch, examine.REFUSED, line, *line.arguments, findings=findings)
     assert code == 1

@@ -4,6 +4,7 @@ class for flags that only this release has. Imports nothing of SGLang.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -33,6 +34,6 @@ class Finding(NamedTuple):
     remedy: Remedy | None = None
 
 
-def unsupported(flag: str, given: bool) -> list[Finding]:
-    """Refuse a flag that is not supported yet, where it is given."""
-    return [Finding(flag, f"{flag} is not supported yet: remove it.")] if given else []
+def unsupported(flags: Mapping[str, bool]) -> list[Finding]:
+    """Refuse those of some flags that are given: they are not supported yet."""
+    return [Finding(flag, f"{flag} is not supported yet: remove it.") for flag, given in flags.items() if given]

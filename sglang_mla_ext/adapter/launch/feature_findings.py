@@ -89,7 +89,7 @@ def drafts(server: Server) -> Iterator[Finding]:
         "--enable-multi-layer-eagle": args.enable_multi_layer_eagle,
         "--decoupled-spec-role": args.decoupled_spec_role != "null",
     }
-    yield from each_unsupported(flags)
+    yield from unsupported(flags)
 
 
 def host_cache(server: Server) -> Iterator[Finding]:
@@ -187,9 +187,3 @@ def fp8_cache(server: Server) -> Iterator[Finding]:
         if given:
             text = f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them."
             yield Finding(f"{flag} with FP8", text)
-
-
-def each_unsupported(flags: dict[str, bool]) -> Iterator[Finding]:
-    """A finding for each flag that is given."""
-    for flag, given in flags.items():
-        yield from unsupported(flag, given)

@@ -9,7 +9,7 @@ import torch
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.compat.findings import Finding
+from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.launch import feature_findings, models
 from sglang_mla_ext.adapter.launch.remedies import with_remedies
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu, resolved
@@ -190,7 +190,7 @@ def _findings(server: Server) -> Iterator[Finding]:
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
         "--dllm-algorithm": args.dllm_algorithm is not None,
     }
-    yield from feature_findings.each_unsupported(flags)
+    yield from unsupported(flags)
     yield from further
 
 

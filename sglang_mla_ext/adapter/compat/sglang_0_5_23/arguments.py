@@ -55,18 +55,17 @@ class Arguments0523(Arguments0517):
         """
         drafts_on_host = args.enable_hierarchical_cache and args.speculative_algorithm is not None
         over_fp8 = drafts_on_host and args.kv_cache_dtype == "fp8_e4m3"
-        return [
-            *unsupported("--enable-hierarchical-cache beside drafts over an FP8 cache", over_fp8),
-            *unsupported("--enable-unified-cache-external-linker", args.enable_unified_cache_external_linker),
-            *unsupported("--enable-layernorm-sp", args.enable_layernorm_sp),
-            *unsupported("--enable-kv-cache-sharding", args.enable_kv_cache_sharding),
-            *unsupported("--enable-nvidia-megakernel", args.enable_nvidia_megakernel),
-            *unsupported("--enable-pd-role-switch", args.enable_pd_role_switch),
-            *unsupported(
-                "--disaggregation-decode-retraction-backup host_pool",
-                args.disaggregation_decode_retraction_backup == "host_pool",
-            ),
-        ]
+        backup = args.disaggregation_decode_retraction_backup
+        flags = {
+            "--enable-hierarchical-cache beside drafts over an FP8 cache": over_fp8,
+            "--enable-unified-cache-external-linker": args.enable_unified_cache_external_linker,
+            "--enable-layernorm-sp": args.enable_layernorm_sp,
+            "--enable-kv-cache-sharding": args.enable_kv_cache_sharding,
+            "--enable-nvidia-megakernel": args.enable_nvidia_megakernel,
+            "--enable-pd-role-switch": args.enable_pd_role_switch,
+            "--disaggregation-decode-retraction-backup host_pool": backup == "host_pool",
+        }
+        return unsupported(flags)
 
     def uses_mla(self, args: ServerArgs) -> bool:
         from sglang.srt.arg_groups.overrides import use_mla_backend
