@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.adapter.build.budget import needs_latent
+from sglang_mla_ext.adapter.build.budget import latent_kind, needs_latent
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.pool import latent_rows
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
@@ -44,16 +44,10 @@ def stock_and_latent(
         return TorchStock(runner), latent
     from sglang_mla_ext.adapter.stock.flashmla import FlashMLAStock
 
-    common: dict[str, Any] = dict(layer_id=layers[0].attn_mqa.layer_id, on_failure=counters.fall_back)
     stock = FlashMLAStock(runner, layers, reads_pool=runner.kv_cache_dtype != FP8)
-    if stock.decodes:
-        from sglang_mla_ext.adapter.latent.flashmla import FlashMLALatent
-
-        return stock, FlashMLALatent(pool, req_to_token, sizes, **common)
-    from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
-
-    rows: Any = latent_rows(pool)  # in FP8, because the stock backend cannot decode over it
-    return stock, FP8Latent(rows, req_to_token, sizes, **common)
+    kind: Any = latent_kind(fp8=not stock.decodes)
+    layer_id, rows = layers[0].attn_mqa.layer_id, latent_rows(pool)
+    return stock, kind(rows, req_to_token, sizes, layer_id=layer_id, on_failure=counters.fall_back)
 
 
 def allocate_latent(context: Context, stock: Stock, latent: LatentAttention) -> None:
