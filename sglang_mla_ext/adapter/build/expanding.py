@@ -13,7 +13,6 @@ from sglang_mla_ext.adapter.prefill.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.prefill.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.adapter.ranks.ranks import tp_group
-from sglang_mla_ext.adapter.ranks.sharded import all_to_all_over
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
@@ -88,7 +87,7 @@ def make_expanding(context: Context, taken_bytes: int, cost: CostModel, *, max_r
             exchange: Exchange = (
                 Peers.of_group(group.device_group, exchanged, buffers.device)
                 if by_stores
-                else Collectives(all_to_all_over(group), exchanged, buffers.device, memory)
+                else Collectives(group._all_to_all_single, exchanged, buffers.device, memory)
             )
             shared = ShardedAttention(shared, exchange, exchanged, buffers.device)
         shared.try_out(model.dtype)

@@ -269,9 +269,3 @@ def gather_over(group: GroupCoordinator) -> Gather:
         return [array("q", of_rank.tobytes()) for of_rank in found.view(group.world_size, -1).numpy()]
 
     return gather
-
-
-def all_to_all_over(group: GroupCoordinator) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """See kernels.naive.collectives.AllToAll; SGLang's own, which CUDA graphs can hold."""
-    all_to_all: Callable[[torch.Tensor, torch.Tensor], None] = group._all_to_all_single
-    return all_to_all

@@ -120,8 +120,8 @@ def test_a_rank_expands_its_own_heads(world: World, monkeypatch: pytest.MonkeyPa
         made.append(make(runner, layers, replace(cost, ranks=2), *args, **more))
 
     monkeypatch.setattr(assemble, "make_expanding", of_two)
-    monkeypatch.setattr(expanding, "tp_group", lambda: SimpleNamespace(rank_in_group=1))
-    monkeypatch.setattr(expanding, "all_to_all_over", lambda group: lambda received, sent: received.copy_(sent))
+    group = SimpleNamespace(rank_in_group=1, _all_to_all_single=lambda received, sent: received.copy_(sent))
+    monkeypatch.setattr(expanding, "tp_group", lambda: group)
     world.make("cpu", prefix_sharding="nccl")
     ((buffers, _, expander),) = made
     assert buffers.heads == HEADS // 2 and expander._heads == slice(HEADS // 2, HEADS)
