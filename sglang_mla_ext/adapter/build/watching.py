@@ -7,6 +7,7 @@ import logging
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.launch.prefix_memory_report import PROMPT_TOKENS, PrefixMemoryReport
+from sglang_mla_ext.adapter.prefill.expander import weights_of
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
@@ -26,7 +27,7 @@ def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *,
         None where it does not run here; that is counted.
     """
     model, options, counters = context.model, context.server.options, context.counters
-    if not ShadowCheck.can_check(model.first, model.dtype):
+    if weights_of(model.first, model.dtype) is None:
         counters.fall_back(Fallback.SHADOW_CHECK_WEIGHTS)
         return None
     shadow = ShadowCheck(

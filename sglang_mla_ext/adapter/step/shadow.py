@@ -86,7 +86,6 @@ class Finding:
 
     layer: int
     errors: list[float]
-    bound: float
     wrong: frozenset[int]
     suspects: list[Held]
 
@@ -157,11 +156,6 @@ class ShadowCheck:
         """The most device memory that an object keeps, before it exists."""
         sizes = (cls._sizes(layer, dtype, query_tokens, in_latent_space) for in_latent_space in (False, True))
         return max(Watch.workspace_bytes_for(**each) for each in sizes)
-
-    @staticmethod
-    def can_check(layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> bool:
-        """Return whether the layer has weights that the check can compute with."""
-        return weights_of(layer, dtype) is not None
 
     def try_out(self) -> None:
         """Check a request with one token, whatever that is, so that everything is compiled."""
@@ -255,7 +249,7 @@ class ShadowCheck:
         held = [each for each in checked.held if wrong.intersection(each[0].rows)]
         suspects = [each for each in held if right.isdisjoint(each[0].rows)]
         layer_id = self._layers[checked.layer].attn_mqa.layer_id
-        return Finding(layer_id, errors, self._bound, frozenset(wrong), suspects or held)
+        return Finding(layer_id, errors, frozenset(wrong), suspects or held)
 
     def judge(self) -> None:
         """Count what the last check has found, when that is known, and stop sharing what is wrong."""
@@ -273,7 +267,7 @@ class ShadowCheck:
             finding.layer,
             len(finding.wrong),
             max(finding.errors, key=lambda error: (error != error, error)),  # nan is the worst
-            finding.bound,
+            self._bound,
             "; ".join(
                 f"tokens [{each.start}, {each.end}) of {len(each.rows)} requests ({each.mode.value})"
                 for each, _ in finding.suspects
