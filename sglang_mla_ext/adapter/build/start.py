@@ -18,8 +18,10 @@ from sglang_mla_ext.adapter.launch import limits, mixed_steps, models
 from sglang_mla_ext.adapter.launch.resolved import asked_for
 from sglang_mla_ext.adapter.ranks.ranks import sharding_in_reach
 from sglang_mla_ext.adapter.server import Server
+from sglang_mla_ext.adapter.step.layer import accept_query_parts
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.session import Session, process
+from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.options import HybridMLAOptions
 
@@ -56,10 +58,8 @@ def assert_installed(asked: Collection[Feature] = (Feature.BASE,)) -> None:
 def create_backend(runner: ModelRunner) -> AttentionBackend:
     """The factory that SGLang calls for `--attention-backend hybrid_mla`: for the model, and for its draft where that
     has no backend of its own. It makes the session of this process."""
-    import torch
-
     assert_installed()
-    fp8 = runner.kv_cache_dtype == torch.float8_e4m3fn  # the checkpoint may ask for it
+    fp8 = runner.kv_cache_dtype == FP8  # the checkpoint may ask for it
     if runner.is_draft_worker:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -72,13 +72,12 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
     from sglang_mla_ext.adapter.build.assemble import build
-    from sglang_mla_ext.adapter.step import layer as mla_layer
 
     # SGLang releases what is allocated in such a context with its KV cache while it sleeps. It comes back at the same
     # addresses with other contents. Without --enable-memory-saver the context does nothing.
     region = functools.partial(runner.memory_saver_adapter.region, GPU_MEMORY_TYPE_KV_CACHE)
     options, memory = process.options, Memory(region)
-    mla_layer.accept_query_parts(not models.scales_queries(runner.server_args))
+    accept_query_parts(not models.scales_queries(runner.server_args))
     backend, steps, rule = build(runner, options, process.budget_bytes, memory)
     if steps.sharded is not None:
         assert_installed([Feature.SHARDED, Feature.MIXED])
@@ -145,7 +144,3 @@ def before_kv_manager(session: Session, manager: Any, args: Any, *others: Any, *
     from sglang_mla_ext.adapter.latent import pool as latent_pool
 
     args.kv_cache_dtype_str = latent_pool.dtype_for_peers(args.kv_cache_dtype_str, session.pool)
-
-
-def after_draft_backend(result: Any, factory: Any) -> None:
-    installed.name_draft_backend(result, factory)

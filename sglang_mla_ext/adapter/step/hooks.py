@@ -20,7 +20,8 @@ from sglang_mla_ext.adapter import failure
 from sglang_mla_ext.adapter.build import start
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature, dotted
-from sglang_mla_ext.adapter.step import mixed
+from sglang_mla_ext.adapter.cpu import stubs
+from sglang_mla_ext.adapter.step import layer, mixed
 from sglang_mla_ext.adapter.step.admission import Admission
 from sglang_mla_ext.adapter.step.paired import PairedSteps
 from sglang_mla_ext.adapter.step.session import Session, process
@@ -62,7 +63,6 @@ class Hook(NamedTuple):
 def table() -> list[Hook]:
     """Return all hooks of a worker process."""
     from sglang_mla_ext.adapter.latent import pool as latent_pool
-    from sglang_mla_ext.adapter.step import layer
 
     base, mixes, fp8, drafts = Feature.BASE, Feature.MIXED, Feature.FP8, Feature.DRAFTS
     batch, runner, workers = "managers.schedule_batch", "model_executor.runner", "managers.scheduler_components"
@@ -95,9 +95,9 @@ def table() -> list[Hook]:
         Hook("model_executor.cuda_graph_buffer_registry.build_eager_registry",
              AROUND, SESSION, start.around_eager_registry, Feature.CPU, rows),
         Hook("speculative.draft_utils.DraftBackendFactory.create_decode_backend",
-             AFTER, NONE, start.after_draft_backend, drafts, "a draft worker that names its backend"),
+             AFTER, NONE, installed.name_draft_backend, drafts, "a draft worker that names its backend"),
         Hook("speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
-             AFTER, NONE, start.after_draft_backend, drafts, "a draft worker that names its backend"),
+             AFTER, NONE, installed.name_draft_backend, drafts, "a draft worker that names its backend"),
         # which batch
         Hook(f"{scheduler}._get_new_batch_prefill_raw", AROUND, ADMISSION, Admission.new_batch, mixes, asks),
         Hook("managers.schedule_policy.PrefillAdder.add_one_req",
@@ -153,19 +153,12 @@ def table() -> list[Hook]:
     if HybridMLAOptions.from_env().prefix_sharding != "off":
         gathered = "words of the attention backend in the exchange before a pass"
         hooks.append(Hook(f"{sync}.all_gather", AFTER, ADMISSION, Admission.gathered, Feature.SHARDED, gathered))
-    if on_cpu():
+    if stubs.needed():
         from sglang_mla_ext.adapter.stock.torch_native import after_support_triton
 
         without = "a backend says so itself"
         hooks.append(Hook("utils.common.support_triton", AFTER, NONE, after_support_triton, Feature.CPU, without))
     return hooks
-
-
-def on_cpu() -> bool:
-    """Return whether there is no GPU."""
-    import torch
-
-    return not torch.cuda.is_available()
 
 
 def install() -> None:
@@ -177,14 +170,12 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_attention_backend(BACKEND_NAME)(start.create_backend)
-    contract.check([Feature.BASE, Feature.CPU if on_cpu() else Feature.GPU])
+    contract.check([Feature.BASE, Feature.CPU if stubs.needed() else Feature.GPU])
 
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
-    from sglang_mla_ext.adapter.step import layer as mla_layer
-
-    AttentionBackendRegistry.register(BACKEND_NAME, mla_layer.forward_method)
-    mla_layer.accept_query_parts()
+    AttentionBackendRegistry.register(BACKEND_NAME, layer.forward_method)
+    layer.accept_query_parts()
     by_path = {dotted(hook.target): hook for hook in table()}
     for path, (target, feature) in contract.targets(by_path).items():
         hook = by_path[path]
