@@ -18,13 +18,14 @@ from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu, resolve
 from sglang_mla_ext.adapter.launch.sharded_prefixes import Ranks
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.predict.mixed import pass_layer_seconds
+from sglang_mla_ext.predict.rates import Gpu
+from sglang_mla_ext.predict.step import Deployment
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
-
-    from sglang_mla_ext.predict.step import Deployment
 
 MAX_RANKS = 64
 """A multiple of every number of attention ranks that SGLang pads batches for."""
@@ -78,8 +79,7 @@ class Prefill:
     @cached_property
     def backend(self) -> str | None:
         """Name of the attention backend."""
-        name, _ = installed.attention_backends(self.args)
-        return name
+        return installed.attention_backends(self.args)[0]
 
     @property
     def is_ours(self) -> bool:
@@ -180,8 +180,6 @@ class Server:
     def graph_layer_s(self) -> float:
         """Seconds of a layer of a pass in a prefill graph beside attention: predicted, or DeepSeek-V3's of TP 8 where
         the GPU or the model is not known so well."""
-        from sglang_mla_ext.predict.mixed import pass_layer_seconds
-
         try:
             return pass_layer_seconds(self.deployment())
         except (ValueError, KeyError, TypeError):
@@ -193,9 +191,6 @@ class Server:
         Raises:
             ValueError, KeyError or TypeError: the GPU or the model is not known so well.
         """
-        from sglang_mla_ext.predict.rates import Gpu
-        from sglang_mla_ext.predict.step import Deployment
-
         if (name := gpu_config_of(self.device.name)) is None:
             raise ValueError(f"no rates of {self.device.name}")
         options = self.options

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from sglang_mla_ext.adapter.launch import sharded_prefixes
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
+from sglang_mla_ext.predict.memory import state_share, weight_bytes
 from sglang_mla_ext.prefix.memory.default import default_bytes
 
 PROMPT_TOKENS = 26_472
@@ -81,8 +82,6 @@ def caveat(server: Server) -> str | None:
 def predicted(server: Server) -> PrefixMemoryReport | None:
     """The same before a server starts, from its model's weights; None without DP attention, and where the model or the
     GPU is not known so well, or has no memory left."""
-    from sglang_mla_ext.predict.memory import state_share, weight_bytes
-
     options, memory_bytes = server.options, server.device.memory_bytes
     if server.ranks.dp == 1 or not options.may_expand or memory_bytes is None:
         return None
