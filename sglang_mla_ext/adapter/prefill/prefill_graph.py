@@ -39,11 +39,7 @@ if TYPE_CHECKING:
 
 
 class PrefillGraph:
-    """Attention of a prefill pass whose other operations a graph replays.
-
-    Attributes:
-        max_rows: new tokens of a pass, padding included.
-    """
+    """Attention of a prefill pass whose other operations a graph replays."""
 
     def __init__(self, layers: Sequence[DeepseekV2AttentionMLA], tails: PrefillTails, kept: KeptPart) -> None:
         """
@@ -55,7 +51,6 @@ class PrefillGraph:
         self._tails, self._kept = tails, kept
         self._tail_lse = torch.full_like(kept.lse, -torch.inf)
         self._plan: PrefillPlan | None = None
-        self.max_rows = len(kept.lse)
 
     @property
     def workspace_bytes(self) -> int:
@@ -101,9 +96,8 @@ class PrefillGraph:
         self._tails.run(layer, q_absorbed, q_rope, out, self._tail_lse[:rows])
         if self._plan is not None:
             assert q_nope is not None, "something is expanded"
-            shared_out, shared_lse = self._kept.out[:rows], self._kept.lse[:rows]
             parts = q_nope[:rows], q_rope
-            self._plan.attend(self._layers[layer.layer_id], parts, shared_out, shared_lse)
+            self._plan.attend(self._layers[layer.layer_id], parts, self._kept.out[:rows], self._kept.lse[:rows])
 
     def merge(self, tail_out: torch.Tensor) -> torch.Tensor:
         """Merge the part over expanded prefixes into what a layer hands to its output projection, in place.
