@@ -29,7 +29,7 @@ def make_transient_expansion(context: Context, rates: GpuRates) -> TransientExpa
         return None
     table = runner.req_to_token_pool.req_to_token
     try:
-        transient = TransientExpansion.make(
+        transient = TransientExpansion(
             *(model.first, latent_rows(runner.token_to_kv_pool), table, tokens, context.memory),
             dtype=model.dtype,
             device=runner.device,

@@ -100,27 +100,6 @@ class TransientExpansion:
 
     def __init__(
         self,
-        buffers: ExpandedBuffers,
-        expander: Expander,
-        attention: SharedAttention,
-        req_to_token: torch.Tensor,
-        taken_bytes: int,
-        rows: int,
-    ) -> None:
-        """
-        Args:
-            buffers: of one layer, which `expander` writes and `attention` reads, `rows` rows at a time.
-            req_to_token: `[requests, tokens]`, SGLang's table of slots.
-        """
-        self._expander, self._attention, self._rows = expander, attention, rows
-        self._chunks, self._heads = buffers.chunks, buffers.heads
-        self.taken_bytes = taken_bytes
-        self._req_to_token = req_to_token
-        self._tree: TreeView | None = None
-
-    @classmethod
-    def make(
-        cls,
         layer: DeepseekV2AttentionMLA,
         pool: MLATokenToKVPool,
         req_to_token: torch.Tensor,
@@ -131,9 +110,8 @@ class TransientExpansion:
         device: torch.device | str,
         tiles: Sequence[Mapping[str, int]],
         rows: int,
-    ) -> TransientExpansion:
-        """Allocate memory.
-
+    ) -> None:
+        """
         Args:
             layer: any of the model's attention layers on this rank.
             pool: of latent rows; req_to_token: `[requests, tokens]`, SGLang's table of slots.
@@ -143,12 +121,15 @@ class TransientExpansion:
         buffers = ExpandedBuffers.allocate(
             **_sizes_of(layer, dtype), chunks=tokens // CHUNK_TOKENS, device=device, memory=memory
         )
-        attention = make_shared_attention(
+        self._chunks, self._heads, self._rows = buffers.chunks, buffers.heads, rows
+        self._expander = Expander([layer], pool, buffers)
+        self._attention = make_shared_attention(
             buffers, max_rows=rows, heads=buffers.heads, device=buffers.device, tiles=tiles, memory=memory
         )
         of_device: dict[str, Any] = dict(dtype=dtype, device=device, tiles=tiles, rows=rows)
-        taken_bytes = cls.bytes_for(layer, tokens, **of_device, fetches=hasattr(pool, "fetch"))
-        return cls(buffers, Expander([layer], pool, buffers), attention, req_to_token, taken_bytes, rows)
+        self.taken_bytes = self.bytes_for(layer, tokens, **of_device, fetches=hasattr(pool, "fetch"))
+        self._req_to_token = req_to_token
+        self._tree: TreeView | None = None
 
     @staticmethod
     def bytes_for(
@@ -161,7 +142,7 @@ class TransientExpansion:
         rows: int,
         fetches: bool,
     ) -> int:
-        """The most device memory that `make` takes, and what expands with it.
+        """The most device memory that an object takes, and what expands with it.
 
         Args:
             fetches: rows of the pool are FP8.

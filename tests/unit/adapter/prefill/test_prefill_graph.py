@@ -66,7 +66,7 @@ def test_a_pass_attends_to_all_keys(pays: Any) -> None:
     for request, of_request in enumerate(slots):
         req_to_token[request, : len(of_request)] = of_request
 
-    transient = TransientExpansion.make(
+    transient = TransientExpansion(
         *(layers[0], pool, req_to_token, 1024, Memory()),
         **dict(dtype=torch.float32, device="cpu", tiles=(), rows=MAX_ROWS),
     )

@@ -121,7 +121,7 @@ def test_attention_over_what_a_pass_expands(tokens: int, max_rows: int, fetches:
     pool = SimpleNamespace(get_key_buffer=latent_rows.__getitem__)
     if fetches:
         pool = SimpleNamespace(fetch=lambda layer_id, slots, out: out.copy_(latent_rows[layer_id][slots, 0]))
-    transient = TransientExpansion.make(
+    transient = TransientExpansion(
         *(layers[0], pool, torch.zeros(0), tokens, Memory()),
         **dict(dtype=torch.float32, device="cpu", tiles=(), rows=max_rows),
     )
@@ -165,7 +165,7 @@ def test_memory_is_that_of_one_layer() -> None:
     """As much as was said before."""
     memory, layer, tokens = Memory(), make_layer(1), 2 * CHUNK_TOKENS
     sizes = dict(dtype=torch.float32, device="cpu", tiles=(), rows=64)
-    transient = TransientExpansion.make(layer, SimpleNamespace(), torch.zeros(0), tokens, memory, **sizes)
+    transient = TransientExpansion(layer, SimpleNamespace(), torch.zeros(0), tokens, memory, **sizes)
     expanded = tokens * (HEADS * (DN + DV) + DR) * 4
     assert (
         expanded
