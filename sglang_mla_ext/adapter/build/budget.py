@@ -13,6 +13,7 @@ import torch
 from sglang_mla_ext.adapter.build.model import STORAGE_DTYPES, Model, described
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
 from sglang_mla_ext.adapter.launch import sharded_prefixes
+from sglang_mla_ext.adapter.prefill.expander import buffer_sizes
 from sglang_mla_ext.adapter.prefill.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.adapter.server import MAX_RANKS, Server
@@ -90,15 +91,7 @@ def token_bytes(server: Server, model: Model) -> int:
 
 def expanded_sizes(server: Server, model: Model, heads: int) -> dict[str, Any]:
     """Return the sizes of the memory for expanded prefixes, with so many heads."""
-    first = model.first
-    return dict(
-        layers=len(model.layers),
-        heads=heads,
-        qk_nope_head_dim=first.qk_nope_head_dim,
-        v_head_dim=first.v_head_dim,
-        qk_rope_head_dim=first.qk_rope_head_dim,
-        dtype=model.prefix_dtype(server.options),
-    )
+    return buffer_sizes(model.first, model.prefix_dtype(server.options), layers=len(model.layers), heads=heads)
 
 
 def reserve(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:

@@ -188,6 +188,18 @@ class Expander:
         self._scales_valid = True
 
 
+def buffer_sizes(layer: DeepseekV2AttentionMLA, dtype: torch.dtype, *, layers: int, heads: int) -> dict[str, Any]:
+    """Return the sizes of ExpandedBuffers for so many layers like this one, with so many heads of each."""
+    return dict(
+        layers=layers,
+        heads=heads,
+        qk_nope_head_dim=layer.qk_nope_head_dim,
+        v_head_dim=layer.v_head_dim,
+        qk_rope_head_dim=layer.qk_rope_head_dim,
+        dtype=dtype,
+    )
+
+
 def weights_of(attention: DeepseekV2AttentionMLA, dtype: torch.dtype) -> Sequence[torch.Tensor] | None:
     """A layer's `w_k [heads, nope, rank]` and `w_v [heads, v, rank]` in `dtype`, last axis contiguous.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.prefill.expander import Expander, temporary_bytes
+from sglang_mla_ext.adapter.prefill.expander import Expander, buffer_sizes, temporary_bytes
 from sglang_mla_ext.adapter.prefill.windows import Window, attend, windows
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
@@ -79,18 +79,6 @@ class TransientPlan:
             attend(self.attention, piece.windows, 0, layer, q, out, lse)
 
 
-def _sizes_of(layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the sizes of the buffers of one layer."""
-    return dict(
-        layers=1,
-        heads=layer.num_local_heads,
-        qk_nope_head_dim=layer.qk_nope_head_dim,
-        v_head_dim=layer.v_head_dim,
-        qk_rope_head_dim=layer.qk_rope_head_dim,
-        dtype=dtype,
-    )
-
-
 class TransientExpansion:
     """See the module.
 
@@ -118,9 +106,8 @@ class TransientExpansion:
             tokens: whole chunks, that are expanded at once.
             dtype: of the model; tiles: see dispatch.make_shared_attention; rows: of one call of the attention.
         """
-        buffers = ExpandedBuffers.allocate(
-            **_sizes_of(layer, dtype), chunks=tokens // CHUNK_TOKENS, device=device, memory=memory
-        )
+        sizes = buffer_sizes(layer, dtype, layers=1, heads=layer.num_local_heads)
+        buffers = ExpandedBuffers.allocate(**sizes, chunks=tokens // CHUNK_TOKENS, device=device, memory=memory)
         self._chunks, self._heads, self._rows = buffers.chunks, buffers.heads, rows
         self._expander = Expander([layer], pool, buffers)
         self._attention = make_shared_attention(
@@ -147,7 +134,8 @@ class TransientExpansion:
         Args:
             fetches: rows of the pool are FP8.
         """
-        sizes, heads, chunks = _sizes_of(layer, dtype), layer.num_local_heads, tokens // CHUNK_TOKENS
+        heads, chunks = layer.num_local_heads, tokens // CHUNK_TOKENS
+        sizes = buffer_sizes(layer, dtype, layers=1, heads=heads)
         of_attention = dict(max_rows=rows, heads=heads, v_head_dim=layer.v_head_dim, chunks=chunks)
         return (
             ExpandedBuffers.bytes_per_chunk(**sizes) * chunks
