@@ -70,7 +70,7 @@ class Expander:
     def try_out(self) -> None:
         """Expand one token of no prefix, where kernels are compiled for that, so that they show that they run."""
         if self._on_gpu:
-            self.expand_slots(torch.zeros(1, dtype=torch.int64, device=self._buffers.device), [0], 0)
+            self.expand_slots(torch.zeros(1, dtype=torch.int64, device=self._buffers.device), [0])
 
     def weights_changed(self) -> None:
         """The scales of an FP8 buffer follow the weights: they are computed anew before the next expansion."""
@@ -79,22 +79,21 @@ class Expander:
     def expand(self, node: Hashable, node_end: int, start: int, end: int, chunks: Sequence[int]) -> None:
         """See prefix.memory.expansion.Expander."""
         assert self._tree is not None, "attached before anything is expanded"
-        self.expand_slots(self._tree.slots(node, node_end, start, end), chunks, 0)
+        self.expand_slots(self._tree.slots(node, node_end, start, end), chunks)
 
     @torch.no_grad()
-    def expand_slots(self, slots: torch.Tensor, chunks: Sequence[int], start: int) -> None:
-        """Expand `n` consecutive tokens of a prefix in all layers.
+    def expand_slots(self, slots: torch.Tensor, chunks: Sequence[int]) -> None:
+        """Expand consecutive tokens of a prefix, which begin with a chunk, in all layers.
 
         Args:
-            slots: `[n]` pool slots of tokens `[start, start + n)`.
-            chunks: the expansion's chunk ids, from its first token on.
-            start: position of the first of them in the prefix.
+            slots: `[n]` pool slots of the tokens.
+            chunks: ids of the chunks that they are expanded to, from the first one on.
         """
         if self._buffers.dtype == FP8 and not self._scales_valid:
             self._set_scales()
         table = self.table(chunks)
         for index, attention in enumerate(self._layers):
-            self.expand_layer(attention, index, slots, chunks, table, start)
+            self.expand_layer(attention, index, slots, chunks, table)
 
     def table(self, chunks: Sequence[int]) -> torch.Tensor:
         """Chunk ids on the device, `[chunks]` int32; nothing waits for it."""
@@ -109,7 +108,6 @@ class Expander:
         slots: torch.Tensor,
         chunks: Sequence[int],
         table: torch.Tensor,
-        start: int,
     ) -> None:
         """The same in one layer.
 
@@ -118,7 +116,7 @@ class Expander:
             table: of the chunks.
         """
         weights = self._weights_of(attention, self._dtype_of_rows(attention)) if self._on_gpu else None
-        for rows, indices, first in self._pieces(attention, slots, start):
+        for rows, indices, first in self._pieces(attention, slots):
             if weights:
                 w_k, w_v = weights
                 expand_prefix(rows, indices, w_k, w_v, self._buffers, index, table, first)
@@ -138,20 +136,20 @@ class Expander:
         return dtype
 
     def _pieces(
-        self, layer: DeepseekV2AttentionMLA, slots: torch.Tensor, start: int
+        self, layer: DeepseekV2AttentionMLA, slots: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """A layer's latent rows `[.., rank + rope]`, where in them those of `slots [n]` are, and the first one's
-        position. SGLang's pool is read where it lies; rows in FP8 are fetched first, some at a time."""
+        """A layer's latent rows `[.., rank + rope]`, where in them those of `slots [n]` are, and the first one's place
+        among these. SGLang's pool is read where it lies; rows in FP8 are fetched first, some at a time."""
         layer_id = layer.attn_mqa.layer_id
         if not hasattr(self._pool, "fetch"):
-            yield self._pool.get_key_buffer(layer_id).squeeze(1), slots, start
+            yield self._pool.get_key_buffer(layer_id).squeeze(1), slots, 0
             return
         dims = layer.kv_lora_rank + self._buffers.qk_rope_head_dim
         for first in range(0, len(slots), FETCHED_TOKENS):
             piece = slots[first : first + FETCHED_TOKENS]
             rows = torch.empty(len(piece), dims, dtype=self._dtype_of_rows(layer), device=slots.device)
             self._pool.fetch(layer_id, piece, rows)
-            yield rows, torch.arange(len(piece), device=slots.device), start + first
+            yield rows, torch.arange(len(piece), device=slots.device), first
 
     def _expand_unfused(
         self,

@@ -75,7 +75,7 @@ class TransientPlan:
     ) -> None:
         """Add the attention to all pieces to that over other keys, in place; arguments are those of windows.attend."""
         for piece in self.pieces:
-            self.expander.expand_layer(layer, 0, piece.slots, piece.chunks, piece.table, 0)
+            self.expander.expand_layer(layer, 0, piece.slots, piece.chunks, piece.table)
             attend(self.attention, piece.windows, 0, layer, q, out, lse)
 
 

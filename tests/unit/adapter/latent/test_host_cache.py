@@ -143,7 +143,7 @@ def test_an_expansion_waits_for_each_layer(late: Late) -> None:
     buffers = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, qk_rope_head_dim=64, heads=2)
     expander = Expander(layers, late.pool, buffers)  # type: ignore[arg-type]
     expander._expand_unfused = lambda attention, index, rows, chunks, start: seen.append(rows.float())
-    expander.expand_slots(late.slots, [0], 0)
+    expander.expand_slots(late.slots, [0])
     for layer in range(2):
         torch.testing.assert_close(seen[layer], numbers(late, layer), equal_nan=True, rtol=0, atol=0)
     assert sorted(set(late.waited)) == [0, 1]

@@ -66,11 +66,11 @@ def allocate(dtype: torch.dtype) -> ExpandedBuffers:
 
 
 def expand(model: Any, buffers: ExpandedBuffers) -> tuple[Expander, torch.Tensor]:
-    """In uneven pieces; returns the slots too, slot 7 among them."""
+    """In two pieces; returns the slots too, slot 7 among them."""
     expander = Expander(*model, buffers)
     slots = torch.cat([torch.tensor([7]), torch.randperm(SLOTS)])[:N]
-    for first, last in ((0, 1), (1, 300), (300, N)):
-        expander.expand_slots(slots[first:last], CHUNKS, first)
+    for first, last in ((0, CHUNK_TOKENS), (CHUNK_TOKENS, N)):
+        expander.expand_slots(slots[first:last], CHUNKS[first // CHUNK_TOKENS :])
     return expander, slots
 
 
@@ -99,8 +99,8 @@ def test_some_heads_are_expanded_as_they_are_among_all(model: Any, dtype: torch.
     whole = allocate(dtype)
     sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=dtype, device="cpu")
     part = ExpandedBuffers.allocate(layers=LAYERS, chunks=4, heads=1, **sizes)
-    Expander(*model, part, first_head=1).expand_slots(torch.arange(CHUNK_TOKENS), [3], 0)
-    Expander(*model, whole).expand_slots(torch.arange(CHUNK_TOKENS), [3], 0)
+    Expander(*model, part, first_head=1).expand_slots(torch.arange(CHUNK_TOKENS), [3])
+    Expander(*model, whole).expand_slots(torch.arange(CHUNK_TOKENS), [3])
     for layer in range(LAYERS):
         some, every = (buffers.read(layer, [3], CHUNK_TOKENS) for buffers in (part, whole))
         assert all(torch.equal(one[:, 0], two[:, 1]) for one, two in zip(some[:2], every[:2], strict=True))
@@ -130,8 +130,8 @@ def test_rows_of_an_fp8_pool_are_expanded_as_what_they_mean(
     for source in (pool, SimpleNamespace(get_key_buffer=meant.__getitem__)):
         buffers = allocate(dtype)
         expander = Expander(layers, source, buffers)
-        for first, last in ((0, 1), (1, 300), (300, N)):
-            expander.expand_slots(slots[first:last], CHUNKS, first)
+        for first, last in ((0, CHUNK_TOKENS), (CHUNK_TOKENS, N)):
+            expander.expand_slots(slots[first:last], CHUNKS[first // CHUNK_TOKENS :])
         results.append([part for layer in range(LAYERS) for part in buffers.read(layer, CHUNKS, N)])
     for actual, expected in zip(*results, strict=True):
         assert actual.isfinite().all() and torch.equal(actual, expected)
@@ -151,7 +151,7 @@ def test_a_tree_node_is_expanded_from_its_slots(model: Any) -> None:
     expander.attach(SimpleNamespace(slots=slots_of))
     for first, last in ((0, CHUNK_TOKENS), (CHUNK_TOKENS, N)):
         expander.expand("node", N, first, last, CHUNKS[first // CHUNK_TOKENS :])
-    Expander(*model, by_slots).expand_slots(slots, CHUNKS, 0)
+    Expander(*model, by_slots).expand_slots(slots, CHUNKS)
     assert asked == [("node", N, 0, CHUNK_TOKENS), ("node", N, CHUNK_TOKENS, N)]
     for layer in range(LAYERS):
         for found, expected in zip(by_node.read(layer, CHUNKS, N), by_slots.read(layer, CHUNKS, N), strict=True):
@@ -163,7 +163,7 @@ def test_rows_of_another_dtype_than_the_model(model: Any) -> None:
     layers, rows = model
     buffers = allocate(torch.float32)
     bf16 = SimpleNamespace(get_key_buffer=lambda layer: rows.get_key_buffer(layer).bfloat16())
-    Expander(layers, bf16, buffers).expand_slots(torch.arange(5), CHUNKS, 0)
+    Expander(layers, bf16, buffers).expand_slots(torch.arange(5), CHUNKS)
     latent = rows.get_key_buffer(1)[:5, 0, :RANK].bfloat16().float()
     expected = layers[1].kv_b_proj(latent)[0].view(5, HEADS, DN + DV)[..., :DN]
     assert torch.equal(buffers.read(1, CHUNKS, 5)[0], expected)
@@ -178,10 +178,10 @@ def test_scales_bound_every_token_and_follow_the_weights(model: Any) -> None:
         assert (everything[..., DN:].abs() <= buffers.v_scale[layer, :, None] * FP8_MAX).all()
     before = buffers.k_scale.clone()
     model[0][1].kv_b_proj.weight *= 4
-    expander.expand_slots(torch.tensor([1]), CHUNKS, 0)
+    expander.expand_slots(torch.tensor([1]), CHUNKS)
     assert torch.equal(buffers.k_scale, before)
     expander.weights_changed()
-    expander.expand_slots(torch.tensor([1]), CHUNKS, 0)
+    expander.expand_slots(torch.tensor([1]), CHUNKS)
     assert torch.allclose(buffers.k_scale, before * torch.tensor([[1.0], [4.0]]))
 
 
@@ -238,7 +238,7 @@ def test_what_expansion_takes_while_it_runs_is_known(
     buffers, slots = allocate(dtype), torch.arange(N)
     buffers.read(0, CHUNKS, 1)  # what is kept from the first use on
     with Peak() as peak:
-        Expander(layers, pool, buffers).expand_slots(slots, CHUNKS, 0)
+        Expander(layers, pool, buffers).expand_slots(slots, CHUNKS)
     known = temporary_bytes(layers[0], torch.float32, fetches=of_fp8, to_fp8=dtype == FP8)
     assert 0 < peak.bytes <= known
     # On so small a model the bound on what a chunk's write takes is most of it.
