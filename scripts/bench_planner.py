@@ -23,7 +23,7 @@ from bench.records import Report
 from bench.tables import table
 from bench.trees import CASES, PAGE, Request, Tree
 
-from sglang_mla_ext.adapter.compat.installed import TreeView
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.observe import Counters
@@ -58,7 +58,7 @@ def shared_prefixes(heads: int, tree: Tree) -> Sharing:
         grouped_page=None if rows_per_tile(heads) is None else PAGE,
     )
     expander = SimpleNamespace(expand=lambda *args, **kwargs: None)
-    return Sharing(RadixSource(pool, counters, TreeView(tree.cache)), pool, planner, expander, counters)
+    return Sharing(RadixSource(pool, counters, installed.TreeView(tree.cache)), pool, planner, expander, counters)
 
 
 class Batch:

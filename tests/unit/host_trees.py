@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from release import OLDEST
 
-from sglang_mla_ext.adapter.compat.installed import TreeView
+from sglang_mla_ext.adapter.compat import installed
 
 TOKENS = 64
 """What the device holds; the host holds four times as many."""
@@ -48,7 +48,7 @@ class HostTreeOfNodes:
         self.cache = self._new_cache(
             dict(disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=self.allocator, page_size=1)
         )
-        self.view = TreeView(self.cache)
+        self.view = installed.TreeView(self.cache)
 
     def _new_cache(self, params: dict[str, Any]) -> Any:
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from release import OLDEST
 
-from sglang_mla_ext.adapter.compat.installed import TreeView
+from sglang_mla_ext.adapter.compat import installed
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class TreeOfNodes:
         self.free_slots: list[int] = []
         self.rows: dict[int, int] = {}
         self.cache = self._new_cache(pairs)
-        self.view = TreeView(self.cache)
+        self.view = installed.TreeView(self.cache)
         self._pairs = pairs
         self._numbers = count()
 

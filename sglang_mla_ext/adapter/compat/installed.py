@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sglang_mla_ext.adapter.compat.contract import line
 from sglang_mla_ext.adapter.compat.releases import classes
 from sglang_mla_ext.adapter.compat.sglang_0_5_17 import Release0517
@@ -17,8 +15,3 @@ def choose() -> Release0517:
 installed = choose()
 """Chosen once in a process, and imported as `from sglang_mla_ext.adapter.compat import installed`. Each release's class
 is derived from the oldest one's, which declares all members."""
-
-if TYPE_CHECKING:
-    from sglang_mla_ext.adapter.compat.tree_view import TreeView as TreeView
-else:
-    TreeView = installed.TreeView

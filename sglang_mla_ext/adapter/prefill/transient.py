@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    from sglang_mla_ext.adapter.compat.installed import TreeView
+    from sglang_mla_ext.adapter.compat.tree_view import TreeView
 
 
 @dataclass(frozen=True)

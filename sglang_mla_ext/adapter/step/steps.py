@@ -28,7 +28,7 @@ from sglang_mla_ext.rows import Rows
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_mla_ext.adapter.compat.installed import TreeView
+    from sglang_mla_ext.adapter.compat.tree_view import TreeView
     from sglang_mla_ext.adapter.prefill.expander import Expander
     from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
     from sglang_mla_ext.adapter.ranks.sharded import ShardedSteps

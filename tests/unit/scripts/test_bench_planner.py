@@ -49,7 +49,7 @@ def test_trees(bench: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(request.kind for request in batch.requests) == list(range(8))
 
     shared_nodes, shared_tokens, own_nodes, own_tokens = SHAPES[name]
-    view = bench.TreeView(batch.tree.cache)
+    view = bench.installed.TreeView(batch.tree.cache)
     shared = view.shared(batch.requests)
     if name == "pairs":  # those of the other requests are not in this batch
         assert len({at for at in shared.deepest}) == 4 and set(shared.ends) == {2048}

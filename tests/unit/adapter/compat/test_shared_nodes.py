@@ -11,8 +11,7 @@ import pytest
 from tree_checks import check_shared, outline
 from trees import Tree, TreeOfNodes
 
-from sglang_mla_ext.adapter.compat import shared_nodes
-from sglang_mla_ext.adapter.compat.installed import TreeView
+from sglang_mla_ext.adapter.compat import installed, shared_nodes
 from sglang_mla_ext.prefix.tree import SharedTree
 
 
@@ -218,7 +217,7 @@ def test_a_long_search_goes_on_in_the_next_call(tree: Any, monkeypatch: pytest.M
     assert [shared.deepest for shared in found] == [[0, 0, -1, -1], [1, 1, 0, -1], [1, 1, 0, 0], [1, 1, 0, 0]]
     assert visits.taken() == 2 + 19 + 19
     assert outline(tree, found[-1]) == [(1, -1), (7, -1)]
-    again = TreeView(tree.cache)
+    again = installed.TreeView(tree.cache)
     assert [again.shared(requests).deepest for _ in range(3)] == [shared.deepest for shared in found[:3]]
 
 

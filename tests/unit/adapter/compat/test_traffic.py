@@ -15,7 +15,7 @@ from tree_checks import check_shared
 from tree_traffic import TreeTraffic
 from trees import Tree, TreeOfNodes
 
-from sglang_mla_ext.adapter.compat.installed import TreeView
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.prefix.tree import SharedTree
 
 
@@ -39,7 +39,7 @@ class Traffic(TreeTraffic):
         shared = check_shared(self.tree, batch)
         check_holders(self.tree, shared, batch)
         if self.tree.NODES_COUNT:
-            fresh = TreeView(self.tree.cache).shared(batch)
+            fresh = installed.TreeView(self.tree.cache).shared(batch)
             assert (fresh.parents, fresh.ends, fresh.deepest) == (shared.parents, shared.ends, shared.deepest)
             assert list(map(self.tree.identity, fresh.nodes)) == list(map(self.tree.identity, shared.nodes))
         self.kept.update(zip(shared.nodes, shared.ends, strict=True))

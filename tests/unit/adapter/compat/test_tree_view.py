@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import Step, Tree, TreeOfNodes
 
-from sglang_mla_ext.adapter.compat.installed import TreeView
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.tree_view import UnsupportedTree
 
 
@@ -257,9 +257,9 @@ def test_refuses_what_is_no_radix_tree() -> None:
 
     params = CacheInitParams(disable=True, req_to_token_pool=None, token_to_kv_pool_allocator=None, page_size=1)
     with pytest.raises(UnsupportedTree, match=r"ChunkCache\. Remove --disable-radix-cache"):
-        TreeView(ChunkCache(params))
+        installed.TreeView(ChunkCache(params))
     with pytest.raises(UnsupportedTree, match="RadixCache"):
-        TreeView(RadixCache.create_simulated(disable=True))
+        installed.TreeView(RadixCache.create_simulated(disable=True))
 
 
 @pytest.mark.release("0.5.23+", reason="one tree is for all servers")
@@ -270,4 +270,4 @@ def test_refuses_other_caches() -> None:
     cache.disable = True
     for other in (cache, object()):
         with pytest.raises(UnsupportedTree, match=r"Remove --disable-radix-cache"):
-            TreeView(other)
+            installed.TreeView(other)
