@@ -12,10 +12,9 @@ from sglang_mla_ext.adapter.build.attention import allocate_latent, cost_model, 
 from sglang_mla_ext.adapter.build.budget import latent_sizes
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.build.expanding import Expanding, make_expanding, taken_beside
-from sglang_mla_ext.adapter.build.prefill import make_prefill_sharing, make_transient_expansion
+from sglang_mla_ext.adapter.build.prefill import make_prefill_graph, make_prefill_sharing, make_transient_expansion
 from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, make_shadow
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-from sglang_mla_ext.adapter.prefill.prefill_graph import make_prefill_graph
 from sglang_mla_ext.adapter.ranks.ranks import all_ranks_agree, check_alike, drawn_key, rules, tp_group
 from sglang_mla_ext.adapter.ranks.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
 from sglang_mla_ext.adapter.server import Server
@@ -65,8 +64,7 @@ def build(
     stock, latent = stock_and_latent(runner, model.layers, latent_sizes(server, model, context.requests), counters)
     allocate_latent(context, stock, latent)
     transient = make_transient_expansion(context, cost.rates)
-    graph_rows = server.prefill.graph_rows
-    prefill_graph = make_prefill_graph(runner, stock, model.layers, graph_rows, counters, context.memory)
+    prefill_graph = make_prefill_graph(context, stock)
     expanding = None
     if options.may_expand:
         taken = taken_beside(context, latent, transient, prefill_graph)

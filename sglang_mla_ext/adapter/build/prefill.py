@@ -14,6 +14,7 @@ from sglang_mla_ext.adapter.prefill.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
 from sglang_mla_ext.adapter.step.steps import PrefillSharing
 from sglang_mla_ext.adapter.stock.protocol import Stock
+from sglang_mla_ext.kernels.dispatch import make_kept_part
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
@@ -41,6 +42,24 @@ def make_transient_expansion(context: Context, rates: GpuRates) -> TransientExpa
         context.counters.fall_back(Fallback.TRANSIENT_EXPANSION, error)
         return None
     return transient
+
+
+def make_prefill_graph(context: Context, stock: Stock) -> PrefillGraph | None:
+    """Make attention of prefill passes in CUDA graphs; None without such graphs, or where it does not run here, which
+    is counted."""
+    runner, layers, first = context.runner, context.model.layers, context.model.first
+    rows = context.server.prefill.graph_rows
+    if not rows:
+        return None
+    sizes = rows, first.num_local_heads, first.v_head_dim
+    try:
+        kept = make_kept_part(*sizes, dtype=runner.dtype, device=runner.device, memory=context.memory)
+        return PrefillGraph(layers, stock.prefill_tails(layers), kept)
+    except Exception as error:
+        if not stock.decodes:  # nothing else reads the pool there
+            raise
+        context.counters.fall_back(Fallback.PREFILL_GRAPH, error)
+        return None
 
 
 def make_prefill_sharing(

@@ -22,20 +22,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_mla_ext.adapter.failure import our_part
-from sglang_mla_ext.kernels.dispatch import make_kept_part
 from sglang_mla_ext.kernels.kept_part import KeptPart
-from sglang_mla_ext.kernels.memory import Memory
-from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
     from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
-    from sglang_mla_ext.adapter.stock.protocol import PrefillTails, Stock
+    from sglang_mla_ext.adapter.stock.protocol import PrefillTails
 
 
 class PrefillGraph:
@@ -109,33 +105,3 @@ class PrefillGraph:
             rows, heads = len(tail_out), self._kept.lse.shape[1]
             self._kept.merge(tail_out.view(rows, heads, -1), self._tail_lse[:rows])
         return tail_out
-
-
-def make_prefill_graph(
-    runner: ModelRunner,
-    stock: Stock,
-    layers: Sequence[DeepseekV2AttentionMLA],
-    rows: int,
-    counters: Counters,
-    memory: Memory,
-) -> PrefillGraph | None:
-    """Attention of prefill passes in CUDA graphs.
-
-    Args:
-        rows: of the largest graph, 0 where there are none.
-    Returns:
-        None without such graphs, or where it does not run here; that is counted.
-    """
-    if not rows:
-        return None
-    first = layers[0]
-    try:
-        kept = make_kept_part(
-            rows, first.num_local_heads, first.v_head_dim, dtype=runner.dtype, device=runner.device, memory=memory
-        )
-        return PrefillGraph(layers, stock.prefill_tails(layers), kept)
-    except Exception as error:
-        if not stock.decodes:  # nothing else reads the pool there
-            raise
-        counters.fall_back(Fallback.PREFILL_GRAPH, error)
-        return None
