@@ -144,7 +144,8 @@ def _findings(server: Server) -> Iterator[Finding]:
             "full CUDA graphs of prefill leave cached prefixes out of attention, with SGLang's own backends as well: "
             'take the prefill backend "full" out of --cuda-graph-config or --cuda-graph-backend-prefill.',
         )
-    yield from models.findings(server)
+    yield from models.unknown_parts(server)
+    yield from models.beside_linear_layers(args)
     if args.dtype in ("half", "float16"):
         yield FLOAT16
     if server.fp8_cache:

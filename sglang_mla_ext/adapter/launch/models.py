@@ -14,13 +14,8 @@ from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.kernels.constants import LATENT_DIMS, supports_heads
 
 
-def findings(server: Server) -> Iterator[Finding]:
-    """Refuse models with parts that are not computed here, and what does not go with a model."""
-    yield from _unknown_parts(server)
-    yield from beside_linear_layers(server.args)
-
-
-def _unknown_parts(server: Server) -> list[Finding]:
+def unknown_parts(server: Server) -> list[Finding]:
+    """Refuse models with parts that are not computed here."""
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
     if not installed.uses_mla(server.args):
