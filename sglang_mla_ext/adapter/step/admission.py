@@ -273,7 +273,8 @@ class Admission:
         scheduler.is_mixed_chunk = False  # unless it is decided
         if (chunked := scheduler.chunked_req) is not None and chunked in batch.reqs:
             place = batch.reqs.index(chunked)
-            self._left = _length(chunked) - batch.prefix_lens[place] - batch.extend_lens[place]
+            length = len(chunked.origin_input_ids) + len(chunked.output_ids)
+            self._left = length - batch.prefix_lens[place] - batch.extend_lens[place]
         # At most what a step takes: a prompt that was not cached says nothing of those that are.
         each = min(batch.extend_num_tokens / len(batch.reqs), self.rule.tokens)
         self._tokens_each = 0.9 * self._tokens_each + 0.1 * each
@@ -319,7 +320,3 @@ def stays_apart(req: Req) -> bool:
     """
     kept_out, on_host = req.skip_radix_cache_insert, req.host_hit_length > 0
     return req.return_logprob or kept_out or on_host or refusal_of(req) is not None
-
-
-def _length(req: Req) -> int:
-    return len(req.origin_input_ids) + len(req.output_ids)
