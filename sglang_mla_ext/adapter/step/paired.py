@@ -16,7 +16,6 @@ computed, and extend the draft. So one iteration of the scheduler runs both, one
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-KEPT_ITERATIONS = 1
-"""SGLang keeps what two passes read; an iteration has two, and what the one before read must outlive it, too."""
 
 
 def lay_out(tokens: torch.Tensor, prefix_lens: list[int], new_tokens: list[int], width: int, page: int) -> Units:
@@ -98,7 +94,8 @@ class PairedSteps:
         self._result: Any = None  # of these tokens
         self._decoded: list[tuple[Any, ScheduleBatch, Any]] = []  # by results of new tokens: those to process with them
         self._processed: Any = None  # a result that SGLang is still to hand over
-        self._kept: deque[list[Any]] = deque(maxlen=KEPT_ITERATIONS)
+        # SGLang keeps what two passes read; an iteration has two, and what the one before read must outlive it, too.
+        self._kept: list[Any] = []
 
     def begin(self, table: torch.Tensor, page: int, draft_worker: Any) -> None:
         """Set what an iteration needs, once SGLang has made its pools and captured its graphs.
@@ -122,7 +119,7 @@ class PairedSteps:
         if decoding is None or decoding.is_empty():
             return original(scheduler, batch, *args)
         if scheduler.enable_overlap:
-            self._kept.append(list(scheduler.batch_record_buf))
+            self._kept = list(scheduler.batch_record_buf)
         self._new, self._joins = batch, True
         try:
             decoded = original(scheduler, decoding)
