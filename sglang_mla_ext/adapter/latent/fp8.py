@@ -53,7 +53,7 @@ class FP8Latent:
         self.grouped_page: int | None = None
         self._absorb: AbsorbFP8 | None = None
         self._grouped: GroupedAbsorb | None = None
-        self._stacked = False  # whether this step goes through it
+        self._stacks: GroupedAbsorb | None = None  # the same in a step that goes through it
 
     @property
     def workspace_bytes(self) -> int:
@@ -113,11 +113,10 @@ class FP8Latent:
         self._starts.plan(tail_starts)
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
-        self._stacked = sharing and self._grouped is not None
-        if self._stacked:
-            assert self._grouped is not None, "it is stacked"
+        self._stacks = self._grouped if sharing else None
+        if self._stacks is not None:
             seq_lens = batch.seq_lens + uncounted if uncounted else batch.seq_lens
-            self._grouped.begin_step(self._req_to_token, batch.req_pool_indices, seq_lens, self._starts.on_device)
+            self._stacks.begin_step(self._req_to_token, batch.req_pool_indices, seq_lens, self._starts.on_device)
             return
         assert self._absorb is not None, "allocated"
         self._tails.begin_step(batch, sharing=sharing, uncounted=uncounted)
@@ -129,9 +128,8 @@ class FP8Latent:
         self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float, watched: Watched | None = None
     ) -> tuple[Tensor, Tensor]:
         pool = self._pool.rows(layer_id)
-        if self._stacked:
-            assert self._grouped is not None, "it is stacked"
-            return self._grouped.run(q_absorbed, q_rope, pool, softmax_scale, watched)
+        if self._stacks is not None:
+            return self._stacks.run(q_absorbed, q_rope, pool, softmax_scale, watched)
         assert self._absorb is not None, "allocated"
         rows, dtype, device = len(q_absorbed), q_absorbed.dtype, q_absorbed.device
         requests = rows // self._sizes.query_tokens

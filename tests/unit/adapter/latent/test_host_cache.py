@@ -83,8 +83,8 @@ def of_decode_in_fp8(late: Late, layer: int) -> torch.Tensor:
     if not hasattr(late.pool, "rows"):
         pytest.skip("not over this pool")
     latent = object.__new__(FP8Latent)
-    latent._pool, latent._stacked = late.pool, True
-    latent._grouped = SimpleNamespace(run=lambda q, q_rope, pool, *_: pool[late.slots].clone())
+    latent._pool = late.pool
+    latent._stacks = SimpleNamespace(run=lambda q, q_rope, pool, *_: pool[late.slots].clone())
     return latent.run(layer, None, None, 1.0)
 
 
