@@ -33,7 +33,7 @@ from sglang_mla_ext.adapter.launch import (
     prefix_memory_report,
     tested_configurations,
 )
-from sglang_mla_ext.adapter.launch.import_stubs import unchanged
+from sglang_mla_ext.adapter.launch.import_stubs import Unchanged
 from sglang_mla_ext.adapter.launch.launch_line import MODEL_FLAGS, LaunchLine
 from sglang_mla_ext.adapter.launch.limits import Refusal
 from sglang_mla_ext.adapter.launch.remedies import apply, in_words, said_by_sglang
@@ -90,7 +90,7 @@ def examiner() -> Iterator[Callable[[LaunchLine], Examination]]:
         warnings.simplefilter("ignore")  # of what SGLang finds no GPU for
         stack.enter_context(without_collector())
         # As a decorator in SGLang's modules it imports the compiler, for a second.
-        stack.enter_context(patch.object(torch, "compile", unchanged))
+        stack.enter_context(patch.object(torch, "compile", Unchanged))
         if not torch.cuda.is_available():
             stack.enter_context(fake_gpu.hopper())
         from sglang.srt.plugins import load_plugins

@@ -50,17 +50,12 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Unchanged
-
-
-def unchanged(decorated: Any = None, *args: Any, **options: Any) -> Any:
-    """A decorator that changes nothing, with arguments or without."""
-    return decorated if callable(decorated) else unchanged
+        return Unchanged
 
 
 class _Decorator(type):
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        return unchanged(*args, **options)
+    def __call__(cls, decorated: Any = None, *args: Any, **options: Any) -> Any:
+        return decorated if callable(decorated) else cls
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -68,5 +63,5 @@ class _Decorator(type):
         return cls
 
 
-class _Unchanged(metaclass=_Decorator):
-    pass
+class Unchanged(metaclass=_Decorator):
+    """A decorator that changes nothing, with arguments or without."""
