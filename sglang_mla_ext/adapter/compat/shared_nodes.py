@@ -72,6 +72,9 @@ class Forks:
     ) -> SharedNodes:
         """Return what paths share; see prefix.tree.Tree.
 
+        A call with `marked` walks up all that the paths in `of` hold alone; others do so once for each path. What they
+        find is kept until two calls later, and with it the nodes: `forget` when no request is left.
+
         Args:
             ends: the node that each path ends in; None for a path of none.
             marked, whole, of: see `also`, `whole` and `of` there.

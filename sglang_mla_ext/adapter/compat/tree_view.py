@@ -17,7 +17,12 @@ class UnsupportedTree(RuntimeError):
 
 
 class TreeView(Tree, ABC):
-    """A reader of SGLang's radix tree: lists paths, and changes nothing in it."""
+    """A reader of SGLang's radix tree: lists paths, and changes nothing in it.
+
+    A running request locks the node where its cached prefix ends, `last_node`, and all above it, so their slots neither
+    move nor get a new owner while it runs. When a later request diverges inside a node, SGLang cuts the node in two: a
+    new one takes the front part, and the old one keeps the rest with its end unchanged.
+    """
 
     @abstractmethod
     def __init__(self, tree_cache: BasePrefixCache) -> None:

@@ -40,18 +40,11 @@ class NodeHandle:
 class NodeTreeView(TreeView):
     """See TreeView, also for each method.
 
-    A running request holds `last_node`, the tree node where its cached prefix ends, and locks it and all its ancestors,
-    so their slots neither move nor get a new owner while it runs. When a later request diverges inside a node, SGLang
-    cuts the node in two: a new node takes the front part, and the old object keeps the rest with its end unchanged. So
-    "the node object, and the token where it ends" names the same slots before and after a split, for as long as
+    "The node object, and the token where it ends" names the same slots before and after a split, for as long as
     somebody holds the node; a handle stands for the object, and expansions are identified by that pair.
     """
 
     def __init__(self, tree_cache: BasePrefixCache) -> None:
-        """
-        Raises:
-            UnsupportedTree: not a Python radix tree.
-        """
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
         if not isinstance(tree_cache, RadixCache) or tree_cache.disable:
@@ -82,11 +75,8 @@ class NodeTreeView(TreeView):
         whole: Collection[int] = (),
         of: Collection[int] | None = None,
     ) -> SharedTree:
-        """See prefix.tree.Tree. A node that somebody else holds, or that is being copied to the host, is listed too.
-
-        A call with `also` walks up all that the requests in `of` hold alone; others do so once for each request. What
-        they find is kept until two calls later, and with it the nodes: `forget` when no request is left.
-        """
+        """See prefix.tree.Tree and Forks. A node that somebody else holds, or that is being copied to the host, is
+        listed too."""
         ends, marked = list(map(_LAST_NODE, requests)), {handle.node for handle in also}
         in_pass = not marked or of is not None
         nodes, parents, deepest, complete = self._forks.shared(ends, marked, whole, of, remember=in_pass)

@@ -29,19 +29,12 @@ _RID, _LAST_NODE = attrgetter("rid"), attrgetter("last_node")
 class NumberedTreeView(TreeView):
     """See TreeView, also for each method. Handles are the mirror's nodes.
 
-    A running request holds `last_node`, the number of the node where its cached prefix ends, and locks it and all above
-    it, so their slots neither move nor get a new owner while it runs. When a later request diverges inside a node,
-    SGLang cuts the node in two: the front part gets a new number, and the old one keeps the rest with its end. Numbers
-    are not given twice, not even after a flush. So a number names the same slots, up to the same end, as long as
-    somebody holds the node.
+    `last_node` is a number, and numbers are not given twice, not even after a flush. So a number names the same slots,
+    up to the same end, as long as somebody holds the node.
     """
 
     def __init__(self, tree_cache: BasePrefixCache) -> None:
-        """Any core will do: SGLang takes the one in Python where that in Rust lacks something.
-
-        Raises:
-            UnsupportedTree: another kind of prefix cache, or none.
-        """
+        """See TreeView. Any core will do: SGLang takes the one in Python where that in Rust lacks something."""
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
         if not isinstance(tree_cache, UnifiedRadixCache) or tree_cache.disable:
@@ -79,12 +72,8 @@ class NumberedTreeView(TreeView):
         whole: Collection[int] = (),
         of: Collection[int] | None = None,
     ) -> SharedTree:
-        """See prefix.tree.Tree. A split that was made for a request that never was in a call is not seen: its two nodes
-        count as one, which all who hold its end share.
-
-        A call with `also` walks up all that the requests in `of` hold alone; others do so once for each request. What
-        they find is kept until two calls later: `forget` when no request is left.
-        """
+        """See prefix.tree.Tree and Forks. A split that was made for a request that never was in a call is not seen: its
+        two nodes count as one, which all who hold its end share."""
         ends, marked = list(map(_LAST_NODE, requests)), set(also)
         in_pass = not marked or of is not None
         found, all_known = self._mirror.follow(ends, count=in_pass)
