@@ -18,14 +18,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 
 from sglang_mla_ext.reasons import Fallback
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 Method = Callable[..., Any]
 

@@ -6,19 +6,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu
 from sglang_mla_ext.configs import gpu_config_of
+from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.predict.mixed import GRAPH_STEP, LEAST_NEW, MOST_NEW_ALONE, allowed  # plain Python
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.step import Deployment
-
-if TYPE_CHECKING:
-    from sglang_mla_ext.options import HybridMLAOptions
 
 logger = logging.getLogger(__name__)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.options import HybridMLAOptions
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
 
 FLAG = "--hybrid-mla-prefix-sharding"
 

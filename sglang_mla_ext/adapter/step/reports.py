@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.observe import Counters, Metrics, report, segment_entry
 from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.reasons import Fallback
-
-if TYPE_CHECKING:
-    from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 
 METRICS_INTERVAL_S = 1.0
 
