@@ -1,8 +1,6 @@
 """Choice of a batch's pass, and whether its new tokens are computed in the decode graph.
 
-SGLang launches a prefill pass of MLA kernel by kernel, so the host sets its time. A decode graph takes for each row a
-token, a position, a request's place in the table of slots, a length and a slot to write to, so T new tokens of a
-request can be T rows of it (mixed.py). A batch of new tokens is one of these:
+New tokens of a request can be rows of the decode graph (mixed.py). A batch of them is one of these:
 
 - plain prefill: a pass of its own;
 - mixed: rows of the decode graph beside running requests, through SGLang's own MIXED batches;
@@ -13,10 +11,8 @@ request can be T rows of it (mixed.py). A batch of new tokens is one of these:
 What the ranks of sharded prefixes agreed on for the pass is part of the choice.
 
 A mixed batch that another rank refuses, because it prefills, cannot go back: its running requests are in it. It runs as
-the MIXED batch that it is, by absorb, which reads each request's latent rows once for all heads: in SGLang's prefill
-graph, or where that does not hold the pass of some rank, with the same attention and no graph. So nothing is mixed with
-DP attention where prefill has no such graphs. SGLang does the same on the ranks that decode beside one that prefills:
-it makes their batches extends of one token a request, so that all ranks replay the prefill graph.
+the MIXED batch that it is, by absorb (docs/design.md, Mixed steps). So nothing is mixed with DP attention where prefill
+has no CUDA graphs.
 
 SGLang mixes by a flag of the server, and then in every prefill pass. Here the flag is set for each batch, because an
 eager mixed pass would expand the whole prefix for every running request. The flag is read twice in
