@@ -54,7 +54,7 @@ def make_prefill_graph(context: Context, stock: Stock) -> PrefillGraph | None:
     sizes = rows, first.num_local_heads, first.v_head_dim
     try:
         kept = make_kept_part(*sizes, dtype=runner.dtype, device=runner.device, memory=context.memory)
-        return PrefillGraph(layers, stock.prefill_tails(layers), kept)
+        return PrefillGraph(layers, stock.prefill_tails(), kept)
     except Exception as error:
         if not stock.decodes:  # nothing else reads the pool there
             raise

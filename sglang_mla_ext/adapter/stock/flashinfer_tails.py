@@ -30,18 +30,19 @@ class FlashInferTails:
     An FP8 pool's rows are fetched in BF16 first, in each layer.
     """
 
-    def __init__(self, backend: FlashMLABackend, layers: Sequence[DeepseekV2AttentionMLA], dtype: torch.dtype) -> None:
+    def __init__(self, backend: FlashMLABackend, layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> None:
         """
         Args:
             backend: SGLang's, whose workspace, table of slots and pool are used.
+            layer: any of the model's attention layers on this rank.
             dtype: of queries.
         """
         # Two, because a plan's numbers lie in the wrapper's pinned memory until the copy from there is done: with
         # overlap scheduling a pass is planned while the one before runs.
         self._wrappers = [BatchMLAPagedAttentionWrapper(backend.workspace_buffer, backend="auto") for _ in range(2)]
-        self._backend, self._dtype, first = backend, dtype, layers[0]
-        self._scale, self._rank, self._rope = first.attn_mqa.scaling, first.kv_lora_rank, first.qk_rope_head_dim
-        self._heads, self._fetches = first.num_local_heads, fp8_rows(backend.token_to_kv_pool) is not None
+        self._backend, self._dtype = backend, dtype
+        self._scale, self._rank, self._rope = layer.attn_mqa.scaling, layer.kv_lora_rank, layer.qk_rope_head_dim
+        self._heads, self._fetches = layer.num_local_heads, fp8_rows(backend.token_to_kv_pool) is not None
         self._slots: Tensor | None = None
 
     def plan(self, batch: ForwardBatch, starts: Sequence[int]) -> None:

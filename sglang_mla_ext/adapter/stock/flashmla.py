@@ -68,8 +68,8 @@ class FlashMLAStock:
         """
         self.backend = FlashMLABackend(runner)
         self.backend.prefill_wrapper_paged = PlannedAtRun(self.backend.prefill_wrapper_paged)
-        self.decodes = reads_pool
-        self._threshold = layers[0].chunked_prefix_cache_threshold if reads_pool else 0
+        self.decodes, self._layer = reads_pool, layers[0]
+        self._threshold = self._layer.chunked_prefix_cache_threshold if reads_pool else 0
         if not reads_pool:
             self.backend.is_fp8_kvcache = False  # for the schedule that SGLang makes for idle ranks, and nobody reads
             for layer in layers:
@@ -97,10 +97,10 @@ class FlashMLAStock:
         total = sum(prefix_lens)
         return total if self.backend.enable_chunk_kv and total >= self._threshold else 0
 
-    def prefill_tails(self, layers: Sequence[DeepseekV2AttentionMLA]) -> PrefillTails:
+    def prefill_tails(self) -> PrefillTails:
         from sglang_mla_ext.adapter.stock.flashinfer_tails import FlashInferTails
 
-        return FlashInferTails(self.backend, layers, self.backend.q_data_type)
+        return FlashInferTails(self.backend, self._layer, self.backend.q_data_type)
 
     def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
         return bool(self.backend.enable_chunk_kv)

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
     from torch import Tensor
 
 
@@ -58,12 +57,8 @@ class Stock(Protocol):
         """Cached tokens that SGLang itself would expand in a prefill step."""
         ...
 
-    def prefill_tails(self, layers: Sequence[DeepseekV2AttentionMLA]) -> PrefillTails:
-        """Attention in the latent space for prefill passes, see PrefillTails.
-
-        Args:
-            layers: the model's attention layers on this rank.
-        """
+    def prefill_tails(self) -> PrefillTails:
+        """Attention in the latent space for prefill passes, see PrefillTails."""
         ...
 
     def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
 
 class TorchTails:
@@ -93,7 +92,7 @@ class TorchStock:
         """Return 0: there is no forward method with keys per head on the CPU but ours."""
         return 0
 
-    def prefill_tails(self, layers: Sequence[DeepseekV2AttentionMLA]) -> TorchTails:
+    def prefill_tails(self) -> TorchTails:
         return TorchTails(self.backend)
 
     def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
