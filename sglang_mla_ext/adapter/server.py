@@ -74,7 +74,6 @@ class Prefill:
     """The backend of prefill, and its passes."""
 
     args: ResolvedArgs
-    options: HybridMLAOptions
 
     @cached_property
     def backend(self) -> str | None:
@@ -121,7 +120,7 @@ class Server:
     def of(cls, args: ServerArgs | ResolvedArgs, options: HybridMLAOptions) -> Server:
         """Describe the server with these arguments, which SGLang has decided on."""
         args = resolved(args)
-        parts = Ranks(args, options), Prefill(args, options), Mixing(args, options)
+        parts = Ranks(args, options), Prefill(args), Mixing(args, options)
         return cls(args, options, Device(on_gpu(args)), *parts)
 
     @property
