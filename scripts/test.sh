@@ -22,7 +22,6 @@ UNIT_OF_OLDEST=(tests/unit/adapter/test_plugin.py # what differs between release
     tests/unit/adapter/step/test_{admission,backend_interface,hooks,mixed}.py
     tests/unit/adapter/latent/test_{host_cache,latent_pool,tree_on_host}.py
     tests/unit/adapter/compat/test_{contract,contract_reads,shared_nodes,syntax,traffic,tree_view}.py)
-KERNELS_OF_OLDEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins
 SERVERS_OF_OLDEST=(tests/server/test_answers.py tests/server/test_launch.py::test_launch_stops
     tests/server/test_mixed_steps.py::test_tokens_are_mixed_with_running_requests
     tests/server/test_two_ranks.py::test_ranks_with_requests_of_their_own_answer_as_one) # all others by hand
@@ -92,7 +91,6 @@ step "Markdown" "$PYTHON" -m pymarkdown scan --recurse README.md CHANGELOG.md do
 step "Types" "$PYTHON" -m mypy
 # In one process: another would import SGLang for itself, which takes longer than it would save.
 PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: tests/unit" run_pytest -m "not slow" "${UNIT_OF_OLDEST[@]}"
-PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: its Triton" run_pytest "${KERNELS_OF_OLDEST[@]}"
 # Last, because these use all cores when the server tests have ended.
 for folder in tests/unit tests/kernels; do
     step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile "$folder"
