@@ -63,6 +63,7 @@ def test_drafts_of_mixed_prompts_are_as_good(mixed_drafts: Server) -> None:
             time.sleep(0.1)
         mixed = sum(map(verified, texts))
         assert not running.done(), "somebody ran all the time"
+        requests.post(f"{mixed_drafts.base_url}/abort_request", json={"abort_all": True}, timeout=60)
     assert mixed_drafts.info()["counters"]["steps_mixed"] - before["steps_mixed"] == len(texts)
     requests.post(f"{mixed_drafts.base_url}/flush_cache", timeout=60)
     verified("", 1)
