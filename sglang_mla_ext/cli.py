@@ -1,4 +1,4 @@
-"""`sglang-mla`: can it run here, what would it choose, and what does a server do."""
+"""`sglang-mla`: check a machine or a launch command, predict the gain, and watch a server."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def plan(
         float | None,
         typer.Option(
             min=0,
-            help="Host time of an eager prefill pass, with --arrivals [both none and that of a slow virtual machine: "
+            help="Host time of an eager prefill pass, with --arrivals [shown for 0 and for a slow virtual machine: "
             "2.5 ms a layer and 2.5 more with experts].",
         ),
     ] = None,
