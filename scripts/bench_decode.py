@@ -43,7 +43,9 @@ def asked(case: Case) -> Iterator[Asked]:
 
 
 def main(
-    case: Annotated[list[str] | None, typer.Option(help="REQUESTSxTOKENS[-MOST]xHEADS[xQUERIES] (repeatable)")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help=r"REQUESTSxTOKENS[-MOST]xHEADS\[xQUERIES] (repeatable)")
+    ] = None,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 100,
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:

@@ -63,7 +63,7 @@ FEWER_AT_A_TIME = {"SGLANG_MAX_KV_CHUNK_CAPACITY": "32768"}
 def main(
     rank: Annotated[str, typer.Option(help=f"How ranks divide the model: {' or '.join(DIVIDED)}.")],
     of: Annotated[str, typer.Option(help=f"The model: {' or '.join(MODELS)}.")] = MODELS[0],
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the rank [all].")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the rank (all).")] = None,
     running: Annotated[int, typer.Option(min=1, help="How many of these ranks run together, each on a GPU.")] = 1,
     backend: Annotated[list[str] | None, typer.Option(help="Attention backend, and its flags; repeatable.")] = None,
     case: Annotated[
@@ -77,7 +77,7 @@ def main(
     ] = False,
     drafts: Annotated[
         float | None,
-        typer.Option(min=1, max=4, help="Draft with the model's NextN layer; tokens accepted a step, drawn [off]."),
+        typer.Option(min=1, max=4, help="Draft with the model's NextN layer; tokens accepted a step, simulated (off)."),
     ] = None,
     deep_gemm: Annotated[bool, typer.Option("--deep-gemm", help="Leave DeepGEMM on; it compiles for minutes.")] = False,
     server_arg: Annotated[list[str] | None, typer.Option(help="Flags for every server; repeatable.")] = None,
