@@ -22,7 +22,7 @@ from sglang_mla_ext.configs import gpu_config_of, read_config
 from sglang_mla_ext.options import add_flags
 from sglang_mla_ext.predict.arrivals import Served, Traffic, compared, host_seconds
 from sglang_mla_ext.predict.burst import CHUNK_TOKENS, burst_seconds
-from sglang_mla_ext.predict.memory import default_fraction, memory
+from sglang_mla_ext.predict.memory import default_fraction, memory, prefill_graph_bytes
 from sglang_mla_ext.predict.mixed import allowed
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN
@@ -126,9 +126,11 @@ def named_memory(record: Mapping[str, Any]) -> float | None:
 
 
 def chunks(record: Mapping[str, Any], of: Deployment) -> int:
-    """Chunks of expanded tokens that the server had memory for."""
+    """Chunks of expanded tokens that the server had memory for. SGLang 0.5.17 has no prefill graphs, and so no buffers
+    for them."""
     gib = named_memory(record)
-    return memory(of, default_fraction(of), None if gib is None else gib * 2**30).chunks
+    without = prefill_graph_bytes(of) if record["sglang"] == "0.5.17" else 0
+    return memory(of, default_fraction(of), None if gib is None else gib * 2**30 + without).chunks
 
 
 def tail(case: Mapping[str, Any]) -> int:

@@ -99,7 +99,7 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
         notes.append("Requests beyond --max-running-requests wait.")
     if turn_on and of.dp > 1 and not of.prefix_sharding:
         notes.append("Routing by prefix keeps requests of one prompt on one rank; the ratio assumes it.")
-    if of.prefill_expand_tokens:
+    if of.dp > 1 and of.prefill_expand_tokens:
         notes.append(PREFILL)
     better = _with_fraction(of, asked, fraction) if fraction is not None else None
     if better is not None and better[1].mean > CLEARLY * best.outcome.mean:

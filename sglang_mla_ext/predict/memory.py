@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, SEGMENTS_PER_ROW  # plain Python
+from sglang_mla_ext.kernels.sizes import (  # plain Python
+    CHUNK_TOKENS,
+    MAX_ROWS,
+    PREFILL_PARTIAL_BYTES,
+    SEGMENTS_PER_ROW,
+    prefill_rows,
+)
 from sglang_mla_ext.predict.linear import STATE_SHARE, STATES_OF_A_REQUEST
 from sglang_mla_ext.predict.mixed import allowed
 from sglang_mla_ext.predict.sharing import may_group
 from sglang_mla_ext.predict.step import Deployment
 from sglang_mla_ext.predict.weights import embedding_bytes
 from sglang_mla_ext.prefix.memory.default import default_bytes, default_transient_tokens, transient_tokens
+
+PREFILL_TOKENS = 8192
+"""New tokens of a full prefill pass of all ranks: SGLang's default on an H100 and an H200."""
+SPLIT_ROWS = 2 * 132 * 128
+"""Partial rows of one head for keys that are split: two tiles of 128 rows on each multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +71,27 @@ def state_share(of: Deployment) -> float:
 
 def buffer_bytes(of: Deployment, *, expands: bool) -> int:
     """The extension's own buffers on one GPU, but for some MiB: the partials, which are nearly all of them, what ranks
-    exchange, queries and results in BF16, sent and received, and `transient_bytes`."""
-    dims = of.cost.dims
-    per_head = SEGMENTS_PER_ROW * 4 * (dims.v_head_dim * expands + dims.kv_lora_rank * may_group(of.cost))
-    if of.prefix_sharding and expands:
-        per_head += 4 * dims.naive_macs
+    exchange, queries and results in BF16, sent and received, results of prefill passes in CUDA graphs, and
+    `transient_bytes`."""
+    dims, heads = of.cost.dims, of.cost.local_heads
     rows = MAX_ROWS + (allowed(of) if of.dp == 1 else 0)
-    return rows * of.cost.local_heads * per_head + transient_bytes(of)
+    shared = 0
+    if expands:
+        naive_rows = rows * SEGMENTS_PER_ROW
+        if of.prefix_sharding:
+            shared += rows * 4 * dims.naive_macs
+        else:
+            naive_rows = max(naive_rows, _prefill_rows(of))
+        shared += naive_rows * 4 * dims.v_head_dim
+    grouped = rows * SEGMENTS_PER_ROW * 4 * dims.kv_lora_rank * may_group(of.cost)
+    splits = SPLIT_ROWS * 4 * dims.v_head_dim * expands
+    return heads * (shared + grouped) + splits + prefill_graph_bytes(of) + transient_bytes(of)
+
+
+def prefill_graph_bytes(of: Deployment) -> int:
+    """Bytes for a part of the results of a prefill pass in a CUDA graph, and for lse of both parts; part of
+    `buffer_bytes`."""
+    return PREFILL_TOKENS // of.dp * of.cost.local_heads * (2 * of.cost.dims.v_head_dim + 12)
 
 
 def transient_bytes(of: Deployment) -> int:
@@ -75,7 +100,15 @@ def transient_bytes(of: Deployment) -> int:
     if not of.prefill_expand_tokens:
         return 0
     keys_and_values = 2 * of.prefill_expand_tokens * (dims.qk_nope_head_dim + dims.v_head_dim)
-    return of.cost.local_heads * (keys_and_values + MAX_ROWS * 4 * dims.v_head_dim)
+    per_row, heads = 4 * dims.v_head_dim, of.cost.local_heads
+    results = (heads * _prefill_rows(of) + SPLIT_ROWS) * per_row
+    return heads * keys_and_values + results
+
+
+def _prefill_rows(of: Deployment) -> int:
+    """Return the rows of one call of attention to expanded prefixes in a prefill pass."""
+    tokens = PREFILL_TOKENS // of.dp
+    return prefill_rows(of.cost.local_heads, of.cost.dims.v_head_dim, tokens, PREFILL_PARTIAL_BYTES)
 
 
 def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -> Memory:
@@ -108,8 +141,6 @@ def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -
 def default_transient_tokens_of(of: Deployment, fraction: float, for_prefixes: float | None = None) -> int:
     """Tokens that a prefill pass of a server expands at a time for itself, where nothing is said of that; arguments are
     those of `memory`."""
-    if of.dp == 1 or of.query_tokens > 1:
-        return 0
     tokens = transient_tokens(of.cost.local_heads)
     of = replace(of, prefill_expand_tokens=tokens)
     named = None if for_prefixes is None else int(for_prefixes)
@@ -130,7 +161,7 @@ def default_fraction(of: Deployment) -> float:
     of 8,192 tokens and its graphs."""
     assert of.gpu.sheet is not None
     graph_rows = 512 if of.tp >= 4 else 256
-    reserved_mib = 512 + 8192 * 1.5 + of.tp / 8 * 1024 + graph_rows * 2 + 1536
+    reserved_mib = 512 + PREFILL_TOKENS * 1.5 + of.tp / 8 * 1024 + graph_rows * 2 + 1536
     if of.dp > 1:
         reserved_mib += graph_rows * of.dp * (4.5 if graph_rows > 300 else 3)
     return round(1 - max(reserved_mib, 10 * 1024) * (1 << 20) / of.gpu.sheet.memory_bytes, 3)

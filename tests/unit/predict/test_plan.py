@@ -6,12 +6,19 @@ import dataclasses
 import json
 
 import pytest
+from demo_model.rank import Rank, rank_config
 from typer.testing import CliRunner
 
 from sglang_mla_ext.cli import app
 from sglang_mla_ext.configs import config_names, read_config
 from sglang_mla_ext.predict import report, tables, weights
-from sglang_mla_ext.predict.memory import default_fraction, memory, weight_bytes
+from sglang_mla_ext.predict.memory import (
+    buffer_bytes,
+    default_fraction,
+    default_transient_tokens_of,
+    memory,
+    weight_bytes,
+)
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Deployment, attention_seconds, latent_seconds, predict
@@ -203,18 +210,29 @@ def test_memory():
     assert found.weights == pytest.approx(672.3e9 / 8, rel=0.03)
     assert found.budget + found.weights == pytest.approx(H200.sheet.memory_bytes * 0.85)
     assert (found.latent_token, found.expanded_token) == (1152 * 61, 8320 * 61)
-    # A quarter by default, of which our own buffers take some MiB.
+    # A quarter by default, of which our own buffers take a part.
     assert found.taken == int(found.budget) // 4
-    assert 0 < found.taken - found.chunks * 256 * found.expanded_token < (100 << 20) + 256 * found.expanded_token
+    left = found.taken - buffer_bytes(of, expands=True) - found.chunks * 256 * found.expanded_token
+    assert 0 <= left < 256 * found.expanded_token
     assert found.tokens(shared=False) * 0.75 == pytest.approx(found.tokens(shared=True), rel=1e-5)
     most = found.most_requests(26472, 1000, shared=True)
     assert 26472 + most * 1000 <= found.tokens(shared=True) < 26472 + (most + 1) * 1000
     assert memory(of, 0.85, 4 << 30).taken == 4 << 30
     # With all heads on a rank a quarter holds too little; what is asked for is taken all the same.
     alone = Deployment(V3, H200, 8, 8)
-    assert (memory(alone, 0.85).chunks, memory(alone, 0.85).taken) == (0, 0) and memory(alone, 0.85, 9 << 30).chunks > 8
+    assert memory(alone, 0.85).chunks == 0 and memory(alone, 0.85).taken == buffer_bytes(alone, expands=False)
+    assert memory(alone, 0.85, 9 << 30).chunks > 8
     nothing = memory(Deployment(V3, H200), 0.85)
     assert (nothing.budget, nothing.chunks, nothing.most_requests(26472, 1000, shared=False)) == (0, 0, 0)
+
+
+def test_memory_is_the_servers():
+    """Kimi-K2, TP 8, 24 layers, on an H200: what SGLang 0.5.23's log said with 3.6 GiB (rank-kimi-k2.jsonl)."""
+    of = Deployment(rank_config(Rank("tp8", 24, "kimi-k2")), H200)
+    of = dataclasses.replace(of, prefill_expand_tokens=default_transient_tokens_of(of, 0.85, 3.6 * 2**30))
+    assert of.prefill_expand_tokens == 32768
+    assert memory(of, 0.85, 3.6 * 2**30).chunks * 256 == 34816
+    assert buffer_bytes(of, expands=False) == pytest.approx(0.252 * 2**30, rel=0.01)
 
 
 def test_the_fraction_is_sglangs():
@@ -233,8 +251,8 @@ def test_json_has_all_of_it():
     assert case["rest_ms"] == pytest.approx(sum(case["rest_parts_ms"].values()))
     assert rate["chosen"] == pytest.approx(256 / ms["chosen"] * 1e3)
     assert case["segments"] == [
-        {"mode": "naive", "start": 0, "end": 10240},
-        {"mode": "grouped_absorb", "start": 10240, "end": 26432},
+        {"mode": "naive", "start": 0, "end": 9984},
+        {"mode": "grouped_absorb", "start": 9984, "end": 26432},
     ]
 
 
@@ -255,7 +273,7 @@ def test_storage_and_drafts():
 
 def test_less_memory_for_prefixes_takes_longer():
     case = ("--tp", "8", "--prefix", "26472", "--batch", "128", "--prefix-memory-gb")
-    whole, half, none = (planned(*case, gib)["cases"][0] for gib in ("13", "10", "0"))
+    whole, half, none = (planned(*case, gib)["cases"][0] for gib in ("13.2", "10", "0"))
     ms = [case["step_ms"]["chosen"] for case in (whole, half, none)]
     assert ms[0] < ms[1] < ms[2] < none["step_ms"]["absorb"]
     ways = [[each["mode"] for each in case["segments"]] for case in (whole, half, none)]
@@ -305,7 +323,7 @@ def test_it_begins_with_the_verdict():
     advice, memory = found["recommendation"], found["memory"]
     # A little more than the default holds the whole prompt.
     assert (
-        advice["turn_on"] and advice["flags"][1] == "--hybrid-mla-prefix-memory-gb 12.8" and advice["flags"][1] in said
+        advice["turn_on"] and advice["flags"][1] == "--hybrid-mla-prefix-memory-gb 13.2" and advice["flags"][1] in said
     )
     assert found["cases"][0]["ratio"] < advice["ratio"][0] and f"{advice['ratio'][0]:.2f}x" in said
     assert advice["pays_from"] == {"26472": 2} and "26,472 tokens: break-even at 2 requests" in said
@@ -412,7 +430,7 @@ def test_advice_to_hold_prefixes_together():
     assert f"{fp8} 7.3 expect {sharded['ratio'][0]:.2f}x, at FP8's precision." in said
     assert "Prefill gains in addition" in said
     apart = recommended(*case, "--prefill-expand-tokens", "0")
-    assert "6.7 and --hybrid-mla-prefill-expand-tokens 0 expect" in apart and "and with later first tokens" in apart
+    assert "6.8 and --hybrid-mla-prefill-expand-tokens 0 expect" in apart and "and with later first tokens" in apart
     assert "Prefill gains" not in apart
     assert sharded["turn_on"] and not any(note.startswith("With --") for note in sharded["notes"])
     assert "prefix-sharding" not in recommended(*case[:2], "--dp", "4", *case[4:]) + recommended("--tp", "8", *case[4:])
