@@ -36,10 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from ..constants import LOG2E
-from ..gluon_names import thread_barrier
+from ..gluon_names import aggregate, thread_barrier
 from .items import ITEM_END, ITEM_PAGE, ITEM_PARTIAL, ITEM_ROWS, ITEM_STRIP
 from .schedule import AbsorbCapacity
 from .sm90_fp8_absorb import PRODUCER_REGISTERS, check, describe
@@ -85,10 +84,6 @@ class Query:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, content, rope, full, empty):
-        self.content, self.rope, self.full, self.empty = content, rope, full, empty
-
 
 @aggregate
 class Side:
@@ -97,10 +92,6 @@ class Side:
     q_content: gl.shared_memory_descriptor  # e4m3 [N, LATENT], the rounded query
     q_rope: gl.shared_memory_descriptor  # BF16 [N, ROPE]
     weights: gl.shared_memory_descriptor  # e4m3 [N, BLOCK]
-
-    @gluon.constexpr_function
-    def __init__(self, q_content, q_rope, weights):
-        self.q_content, self.q_rope, self.weights = q_content, q_rope, weights
 
 
 @gluon.jit

@@ -17,9 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
-from ...gluon_names import thread_barrier
+from ...gluon_names import aggregate, thread_barrier
 from ..items import ITEM_END, ITEM_PARTIAL, ITEM_ROWS
 from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at, seen_by_all, unseen_keys
 
@@ -48,17 +47,6 @@ class Shared:
     q_empty: gl.shared_memory_descriptor
     weights_full: gl.shared_memory_descriptor  # [2], for either half of the output
     weights_empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, ring, rope_s, q_s, q_rope_s, weights_s, rescale_s, norm_s, full, empty, rope_full, rope_empty, q_full,
-        q_empty, weights_full, weights_empty,
-    ):  # fmt: skip
-        self.ring, self.rope_s, self.q_s, self.q_rope_s = ring, rope_s, q_s, q_rope_s
-        self.weights_s, self.rescale_s, self.norm_s = weights_s, rescale_s, norm_s
-        self.full, self.empty, self.rope_full, self.rope_empty = full, empty, rope_full, rope_empty
-        self.q_full, self.q_empty = q_full, q_empty
-        self.weights_full, self.weights_empty = weights_full, weights_empty
 
 
 @gluon.jit

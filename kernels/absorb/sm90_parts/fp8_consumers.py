@@ -16,9 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
-from ...gluon_names import thread_barrier
+from ...gluon_names import aggregate, thread_barrier
 from ..items import ITEM_END, ITEM_PARTIAL, ITEM_ROWS
 from .fp8_query import round_tiles
 from .fp8_tiles import (
@@ -56,12 +55,6 @@ class Shared:
     norm_s: gl.shared_memory_descriptor  # float32 [NORM_STAGES, ROWS]
     weights_full: gl.shared_memory_descriptor  # [STAGES]
     weights_empty: gl.shared_memory_descriptor  # [STAGES]
-
-    @gluon.constexpr_function
-    def __init__(self, q_content_s, q_rope_s, weights_s, rescale_s, norm_s, weights_full, weights_empty):
-        self.q_content_s, self.q_rope_s = q_content_s, q_rope_s
-        self.weights_s, self.rescale_s, self.norm_s = weights_s, rescale_s, norm_s
-        self.weights_full, self.weights_empty = weights_full, weights_empty
 
 
 @gluon.jit

@@ -12,9 +12,9 @@ another thread.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate
 
 from ... import constants
+from ...gluon_names import aggregate
 from .work_items import BLOCK, LATENT, NO_SCORE
 
 PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
@@ -33,10 +33,6 @@ class Ring:
     scale: gl.shared_memory_descriptor  # float32 [SLOTS, BLOCK, SCALE_WIDTH], of which the first column counts
     full: gl.shared_memory_descriptor  # [SLOTS]
     empty: gl.shared_memory_descriptor  # [SLOTS]
-
-    @gluon.constexpr_function
-    def __init__(self, content, rope, scale, full, empty):
-        self.content, self.rope, self.scale, self.full, self.empty = content, rope, scale, full, empty
 
 
 @gluon.jit

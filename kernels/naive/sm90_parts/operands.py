@@ -1,8 +1,8 @@
 """Operands that the roles of sm90_naive.py hand to each other: shared memory, queries, scales, work list, results."""
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from ...gluon_names import aggregate
 
 ROWS = gl.constexpr(64)
 """Query rows of a consumer."""
@@ -21,11 +21,6 @@ class Ring:
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, k_nope, k_rope, v_t, k_full, k_empty, v_full, v_empty):
-        self.k_nope, self.k_rope, self.v_t = k_nope, k_rope, v_t
-        self.k_full, self.k_empty, self.v_full, self.v_empty = k_full, k_empty, v_full, v_empty
-
 
 @aggregate
 class Query:
@@ -39,12 +34,6 @@ class Query:
     rope_head: gl.tensor
     nope_dim: gl.tensor  # DN; read where the block is wider than most heads
 
-    @gluon.constexpr_function
-    def __init__(self, nope_ptr, rope_ptr, nope_row, nope_head, rope_row, rope_head, nope_dim):
-        self.nope_ptr, self.nope_row, self.nope_head = nope_ptr, nope_row, nope_head
-        self.rope_ptr, self.rope_row, self.rope_head = rope_ptr, rope_row, rope_head
-        self.nope_dim = nope_dim
-
 
 @aggregate
 class Scales:
@@ -53,10 +42,6 @@ class Scales:
     k_ptr: gl.tensor  # float32 [H]
     v_ptr: gl.tensor  # float32 [H]
     softmax_log2e: gl.tensor  # softmax_scale * log2(e)
-
-    @gluon.constexpr_function
-    def __init__(self, k_ptr, v_ptr, softmax_log2e):
-        self.k_ptr, self.v_ptr, self.softmax_log2e = k_ptr, v_ptr, softmax_log2e
 
 
 @aggregate
@@ -68,10 +53,6 @@ class Work:
     n_items_ptr: gl.tensor  # the number of items
     heads: gl.tensor  # H
 
-    @gluon.constexpr_function
-    def __init__(self, ptr, items_offset, n_items_ptr, heads):
-        self.ptr, self.items_offset, self.n_items_ptr, self.heads = ptr, items_offset, n_items_ptr, heads
-
 
 @aggregate
 class Partials:
@@ -79,7 +60,3 @@ class Partials:
 
     out_ptr: gl.tensor  # float32 [P, H, DV]
     lse2_ptr: gl.tensor  # float32 [P, H]
-
-    @gluon.constexpr_function
-    def __init__(self, out_ptr, lse2_ptr):
-        self.out_ptr, self.lse2_ptr = out_ptr, lse2_ptr
