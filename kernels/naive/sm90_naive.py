@@ -13,8 +13,6 @@ and writes rows·(dv + 1)·4 bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,15 +20,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..constants import FP8, LOG2E, block_of
+from ..constants import FP8
 from ..sizes import CHUNK_TOKENS
 from ..storage.expanded import ExpandedBuffers
+from . import triton_naive
 from .items import ITEM_BEGIN, ITEM_CHUNKS, ITEM_END, ITEM_FIELDS, ITEM_HEAD, N_ITEMS
 from .schedule import WorkListCapacity
 from .sm90_parts.consumers import consume
 from .sm90_parts.operands import ROWS, Partials, Query, Ring, Scales, Work
 from .tiles import Tile
-from .triton_naive import check_arguments
 
 CHUNK = gl.constexpr(CHUNK_TOKENS)
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
@@ -61,30 +59,14 @@ WIDE_TILES = (
 """Tiles for heads wider than 128, in BF16: what shared memory has room for. Not timed."""
 
 
-@dataclass(frozen=True)
-class LayerKeys:
-    """The expanded keys and values of one layer as descriptors of 2-D views, and their scales."""
+class LayerKeys(triton_naive.LayerKeys):
+    """The same with Gluon's descriptors, which have a layout in shared memory."""
 
-    k_nope: TensorDescriptor  # [chunks * heads * CHUNK_TOKENS, dn], block [block_keys, block_of(dn)]
-    k_rope: TensorDescriptor  # [chunks * CHUNK_TOKENS, dr], block [block_keys, dr]
-    v_t: TensorDescriptor  # [chunks * heads * dv, CHUNK_TOKENS], block [dv, block_keys]
-    k_scale: Tensor  # [heads] float32
-    v_scale: Tensor  # [heads] float32
-
-    @classmethod
-    def of(cls, buffers: ExpandedBuffers, layer: int, tile: Tile) -> LayerKeys:
-        def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-            dtype = {torch.bfloat16: gl.bfloat16, FP8: gl.float8e4nv}[tensor.dtype]
-            layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-            return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block, layout)
-
-        return cls(
-            k_nope=describe(buffers.k_nope[layer], [tile.block_keys, block_of(buffers.qk_nope_head_dim)]),
-            k_rope=describe(buffers.k_rope[layer], [tile.block_keys, buffers.qk_rope_head_dim]),
-            v_t=describe(buffers.v_t[layer], [buffers.v_head_dim, tile.block_keys]),
-            k_scale=buffers.k_scale[layer],
-            v_scale=buffers.v_scale[layer],
-        )
+    @staticmethod
+    def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+        dtype = {torch.bfloat16: gl.bfloat16, FP8: gl.float8e4nv}[tensor.dtype]
+        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+        return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block, layout)
 
 
 def supports(buffers: ExpandedBuffers) -> bool:
@@ -241,28 +223,10 @@ def run(
     slot: int,
 ) -> None:
     """Launch the kernel. Arguments and errors are those of `triton_naive.run`, but queries are always BF16."""
-    check_arguments(
-        q_nope, q_rope, keys.k_nope.shape[1], keys.k_rope.shape[1], torch.bfloat16, work, capacity, partial_out,
-        partial_lse2, softmax_scale,
-    )  # fmt: skip
     naive_prefix_hopper_kernel[(num_ctas,)](
-        q_nope,
-        q_rope,
-        keys.k_nope,
-        keys.k_rope,
-        keys.v_t,
-        keys.k_scale,
-        keys.v_scale,
-        work,
-        partial_out,
-        partial_lse2,
-        softmax_scale * LOG2E,
-        partial_out.shape[1],
-        capacity.items_offset,
-        q_nope.stride(0),
-        q_nope.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
+        *triton_naive.launch_arguments(
+            q_nope, q_rope, keys, work, capacity, partial_out, partial_lse2, softmax_scale, torch.bfloat16
+        ),
         keys.k_nope.shape[1],
         **launch_options(tile),
         SLOT=slot,

@@ -19,6 +19,7 @@ weights are rounded to FP8. The key scale multiplies the content scores, the val
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -82,16 +83,17 @@ class LayerKeys:
         if buffers.dtype == FP8 and on_gpu and torch.cuda.get_device_capability(buffers.device) < (8, 9):
             raise ValueError("prefixes in FP8 need a GPU of compute capability 8.9 or higher")
 
-        def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-            return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block)
-
         return cls(
-            k_nope=describe(buffers.k_nope[layer], [tile.block_keys, block_of(buffers.qk_nope_head_dim)]),
-            k_rope=describe(buffers.k_rope[layer], [tile.block_keys, buffers.qk_rope_head_dim]),
-            v_t=describe(buffers.v_t[layer], [buffers.v_head_dim, tile.block_keys]),
+            k_nope=cls._describe(buffers.k_nope[layer], [tile.block_keys, block_of(buffers.qk_nope_head_dim)]),
+            k_rope=cls._describe(buffers.k_rope[layer], [tile.block_keys, buffers.qk_rope_head_dim]),
+            v_t=cls._describe(buffers.v_t[layer], [buffers.v_head_dim, tile.block_keys]),
             k_scale=buffers.k_scale[layer],
             v_scale=buffers.v_scale[layer],
         )
+
+    @staticmethod
+    def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block)
 
 
 @triton.jit
@@ -249,21 +251,21 @@ def resident_ctas(device: torch.device, tile: Tile) -> int:
     return tile.ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def check_arguments(
+def launch_arguments(
     q_nope: Tensor,
     q_rope: Tensor,
-    dn: int,
-    dr: int,
-    dtype: torch.dtype,
+    keys: LayerKeys,
     work: Tensor,
     capacity: WorkListCapacity,
     partial_out: Tensor,
     partial_lse2: Tensor,
     softmax_scale: float,
-) -> None:
-    """Raise a ValueError if an argument of `run` is not as it says there; `dtype` is that of the queries."""
+    dtype: torch.dtype,
+) -> tuple[Any, ...]:
+    """Return the arguments that this kernel and Hopper's have in common, in their order. Raise a ValueError if one is
+    not as `run` says; `dtype` is that of the queries."""
     rows, heads = q_nope.shape[0], partial_out.shape[1]
-    for name, q, dim in (("q_nope", q_nope, dn), ("q_rope", q_rope, dr)):
+    for name, q, dim in (("q_nope", q_nope, keys.k_nope.shape[1]), ("q_rope", q_rope, keys.k_rope.shape[1])):
         if q.shape != (rows, heads, dim):
             raise ValueError(f"{name} must be {[rows, heads, dim]}, not {list(q.shape)}")
         if q.dtype != dtype:
@@ -284,6 +286,10 @@ def check_arguments(
         )
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
+    return (
+        q_nope, q_rope, keys.k_nope, keys.k_rope, keys.v_t, keys.k_scale, keys.v_scale, work, partial_out, partial_lse2,
+        softmax_scale * LOG2E, heads, capacity.items_offset, *q_nope.stride()[:2], *q_rope.stride()[:2],
+    )  # fmt: skip
 
 
 def run(
@@ -313,28 +319,11 @@ def run(
         ValueError: a shape, dtype or stride is not as above.
     """
     dn, dr, dv = keys.k_nope.shape[1], keys.k_rope.shape[1], partial_out.shape[2]
-    heads, dtype = partial_out.shape[1], keys.k_rope.base.dtype  # the rotary keys are BF16 beside FP8
+    dtype = keys.k_rope.base.dtype  # the rotary keys are BF16 beside FP8
     if keys.k_nope.base.dtype == FP8 and q_nope.dtype == torch.float32:
         dtype = torch.float32  # for the interpreter, which has no products in BF16
-    check_arguments(q_nope, q_rope, dn, dr, dtype, work, capacity, partial_out, partial_lse2, softmax_scale)
     naive_prefix_kernel[(num_ctas,)](
-        q_nope,
-        q_rope,
-        keys.k_nope,
-        keys.k_rope,
-        keys.v_t,
-        keys.k_scale,
-        keys.v_scale,
-        work,
-        partial_out,
-        partial_lse2,
-        softmax_scale * LOG2E,
-        heads,
-        capacity.items_offset,
-        q_nope.stride(0),
-        q_nope.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
+        *launch_arguments(q_nope, q_rope, keys, work, capacity, partial_out, partial_lse2, softmax_scale, dtype),
         DN=dn,
         BLOCK_DN=block_of(dn),
         DR=dr,

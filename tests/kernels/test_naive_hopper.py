@@ -16,13 +16,14 @@ import pytest
 import torch
 from gluon_in_torch import Descriptor, Pointer, Program, edited
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sglang_mla_ext.kernels.constants import FP8, FP8_MAX, LN2, LOG2E
+from sglang_mla_ext.kernels.constants import FP8, FP8_MAX, LN2
 from sglang_mla_ext.kernels.naive import sm90_naive
 from sglang_mla_ext.kernels.naive.sm90_parts import consumers
 from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.kernels.naive.triton_attention import TritonSharedAttention
-from sglang_mla_ext.kernels.naive.triton_naive import check_arguments
+from sglang_mla_ext.kernels.naive.triton_naive import launch_arguments
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
@@ -81,11 +82,9 @@ class InTorch:
         tile: Tile,
         slot: int,
     ) -> None:
-        results = partial_out, partial_lse2
-        dn = keys.k_nope.shape[1]
-        check_arguments(q_nope, q_rope, dn, DR, torch.bfloat16, work, capacity, *results, softmax_scale)
-        pieces = (keys.k_nope, keys.k_rope, keys.v_t)
-        descriptors = [Descriptor(x.base, x.block_shape, x.base.element_size(), x.base.dtype) for x in pieces]
+        arguments = launch_arguments(
+            q_nope, q_rope, keys, work, capacity, partial_out, partial_lse2, softmax_scale, torch.bfloat16
+        )
         bytes_moved = {name: lambda *_: lambda values: values for name in ("_bits_of", "_fp8_of")}
         options = sm90_naive.launch_options(tile)
         constants = [options[name] for name in ("CONSUMERS", "STAGES", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS")]
@@ -93,24 +92,22 @@ class InTorch:
             program = Program(self.modules, index, num_ctas, self.seed, bytes_moved)
             program.run(
                 "naive_prefix_hopper_kernel",
-                *map(_pointer, (q_nope, q_rope)),
-                *descriptors,
-                *map(_pointer, (keys.k_scale, keys.v_scale, work, *results)),
-                softmax_scale * LOG2E,
-                partial_out.shape[1],
-                capacity.items_offset,
-                *q_nope.stride()[:2],
-                *q_rope.stride()[:2],
-                dn,
+                *map(_stand_in, arguments),
+                keys.k_nope.shape[1],
                 *constants,
                 slot,
             )
 
 
-def _pointer(tensor: Tensor) -> Pointer:
-    """To the first element; what follows in memory can be reached."""
-    behind = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
-    return Pointer(tensor.as_strided([behind], [1]))
+def _stand_in(argument: Any) -> Any:
+    """A descriptor for Triton's, and for a tensor a pointer to its first element; what follows it can be reached."""
+    if isinstance(argument, TensorDescriptor):
+        base = argument.base
+        return Descriptor(base, argument.block_shape, base.element_size(), base.dtype)
+    if not isinstance(argument, Tensor):
+        return argument
+    behind = argument.untyped_storage().nbytes() // argument.element_size() - argument.storage_offset()
+    return Pointer(argument.as_strided([behind], [1]))
 
 
 class Problem:
