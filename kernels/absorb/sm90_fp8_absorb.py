@@ -36,6 +36,8 @@ Memory per item of n keys: reads n · 656 bytes, from L2 when another item with 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -187,16 +189,11 @@ def run(
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
-    check(q_absorbed, q_rope, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
     if capacity.tile_rows != ROWS.value:
         raise ValueError(f"the work list must be of tiles of {ROWS.value} rows, not {capacity.tile_rows}")
+    arguments = q_absorbed, q_rope, pool, work, page_table, capacity, partial_out, partial_lse2, softmax_scale
     absorb_fp8_hopper_kernel[(capacity.programs,)](
-        *describe(q_absorbed, q_rope, pool, capacity.strip_rows),
-        work,
-        page_table,
-        partial_out,
-        partial_lse2,
-        softmax_scale * LOG2E,
+        *launch_arguments(*arguments),
         SLOTS=SLOTS,
         HEADS=capacity.query_heads,
         QUERY_TOKENS=capacity.query_tokens if causal else 1,
@@ -204,18 +201,21 @@ def run(
     )
 
 
-def check(
+def launch_arguments(
     q_absorbed: Tensor,
     q_rope: Tensor,
     pool: Tensor,
     work: Tensor,
+    page_table: Tensor,
     capacity: AbsorbCapacity,
     partial_out: Tensor,
     partial_lse2: Tensor,
     softmax_scale: float,
-) -> None:
-    """Raise the ValueErrors of `run`, here and in sm90_fp8_few_heads.py."""
-    LatentRowLayout(LATENT.value, ROPE.value).check(pool)
+) -> list[Any]:
+    """Return the arguments that this kernel and that of sm90_fp8_few_heads.py have in common, in their order. Raise a
+    ValueError if one is not as `run` says."""
+    layout = LatentRowLayout(LATENT.value, ROPE.value)
+    layout.check(pool)
     if pool.ndim != 2:
         raise ValueError(f"the pool must be [slots, row_bytes], not {list(pool.shape)}")
     if softmax_scale <= 0:
@@ -233,15 +233,9 @@ def check(
     for name, tensor in dict(work=work, partial_out=partial_out, partial_lse2=partial_lse2).items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous; its strides are {tensor.stride()}")
-
-
-def describe(q_absorbed: Tensor, q_rope: Tensor, pool: Tensor, strip_rows: int) -> list[TensorDescriptor]:
-    """Return descriptors of what both kernels copy with TMA: content and rotary part of the query, content, rotary part
-    and scale of rows."""
-    layout = LatentRowLayout(LATENT.value, ROPE.value)
     scales = pool[:, layout.scale_offset : layout.rope_offset].view(torch.float32)  # [slots, 4], the first one counts
-    of_query = [1, strip_rows, QUERY_COLUMNS.value]
-    return [
+    of_query = [1, capacity.strip_rows, QUERY_COLUMNS.value]
+    descriptors = [
         TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
         for tensor, dtype, block in (
             (for_tma(q_absorbed), gl.bfloat16, of_query),
@@ -251,3 +245,4 @@ def describe(q_absorbed: Tensor, q_rope: Tensor, pool: Tensor, strip_rows: int) 
             (scales, gl.float32, [BLOCK.value, SCALE_WIDTH.value]),
         )
     ]
+    return [*descriptors, work, page_table, partial_out, partial_lse2, softmax_scale * LOG2E]

@@ -37,11 +37,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..constants import LOG2E
 from ..gluon_names import aggregate, thread_barrier
 from .items import ITEM_END, ITEM_PAGE, ITEM_PARTIAL, ITEM_ROWS, ITEM_STRIP
 from .schedule import AbsorbCapacity
-from .sm90_fp8_absorb import PRODUCER_REGISTERS, check, describe
+from .sm90_fp8_absorb import PRODUCER_REGISTERS, launch_arguments
 from .sm90_parts.fp8_query import QUERY_TILES, round_rows
 from .sm90_parts.fp8_tiles import (
     LOG2_FP8_MAX,
@@ -319,16 +318,11 @@ def run(
     softmax_scale: float,
 ) -> None:
     """Launch the kernel; arguments as for sm90_fp8_absorb.run, but with a work list of tiles of 8 or 16 rows."""
-    check(q_absorbed, q_rope, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
     if capacity.tile_rows not in ROWS:
         raise ValueError(f"the work list must be of tiles of {ROWS} rows, not {capacity.tile_rows}")
+    arguments = q_absorbed, q_rope, pool, work, page_table, capacity, partial_out, partial_lse2, softmax_scale
     absorb_fp8_few_heads_kernel[(capacity.programs,)](
-        *describe(q_absorbed, q_rope, pool, capacity.strip_rows),
-        work,
-        page_table,
-        partial_out,
-        partial_lse2,
-        softmax_scale * LOG2E,
+        *launch_arguments(*arguments),
         N=capacity.tile_rows,
         HEADS=capacity.query_heads,
         QUERY_TOKENS=capacity.query_tokens,

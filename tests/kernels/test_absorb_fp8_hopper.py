@@ -89,8 +89,8 @@ class InTorch:
         partial_lse2: Tensor,
         softmax_scale: float,
     ) -> None:
-        sm90_fp8_absorb.check(q_absorbed, q_rope, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
-        query = q_absorbed, q_rope
+        results, query = (partial_out, partial_lse2), (q_absorbed, q_rope)
+        sm90_fp8_absorb.launch_arguments(*query, pool, work, page_table, capacity, *results, softmax_scale)
         scales = LAYOUT.scale(pool)[:, None].expand(-1, 4)
         table = page_table.as_strided([page_table.shape[0] * page_table.stride(0)], [1])
         for index in range(capacity.programs):
