@@ -77,11 +77,10 @@ class PartialTable:
         *,
         max_rows: int,
         max_partials: int,
-        partial_limit: int | None = None,
     ) -> PartialTable:
         """A numpy table of pairs; arguments and errors are those of `write_pairs`."""
         table = cls.empty(max_rows, max_partials)
-        table.write_pairs(rows, partial_rows, partial_limit)
+        table.write_pairs(rows, partial_rows)
         return table
 
     @property
@@ -114,28 +113,21 @@ class PartialTable:
         begin, count = int(self.begins[row]), int(self.counts[row])
         return self.partials[begin : begin + count].tolist()
 
-    def write_pairs(
-        self,
-        rows: Sequence[int] | np.ndarray,
-        partial_rows: Sequence[int] | np.ndarray,
-        partial_limit: int | None = None,
-    ) -> None:
+    def write_pairs(self, rows: Sequence[int] | np.ndarray, partial_rows: Sequence[int] | np.ndarray) -> None:
         """Replace the contents of a numpy table: row `rows[i]` of the batch has partial row `partial_rows[i]`, and
         those of one row keep their order. Entries behind the last list are left as they are.
 
         Args:
-            rows, partial_rows: `[n]` integers each.
-            partial_limit: rows of the partials' tensor; `max_partials` by default.
+            rows, partial_rows: `[n]` integers each, the second below `max_partials`.
         Raises:
             ValueError: a row or a partial row is out of range, or there are more than `max_partials` pairs.
         """
         rows, partial_rows = np.asarray(rows, np.int64), np.asarray(partial_rows, np.int64)
-        limit = self.max_partials if partial_limit is None else partial_limit
         if rows.shape != partial_rows.shape or rows.ndim != 1:
             raise ValueError(f"{rows.shape} rows do not fit {partial_rows.shape} partial rows")
         if rows.size > self.max_partials:
             raise ValueError(f"{rows.size} partials in all rows, but there is room for {self.max_partials}")
-        for name, values, end in (("rows", rows, self.max_rows), ("partial rows", partial_rows, limit)):
+        for name, values, end in (("rows", rows, self.max_rows), ("partial rows", partial_rows, self.max_partials)):
             if values.size and (values.min() < 0 or values.max() >= end):
                 raise ValueError(f"{name} must be in [0, {end}); found {values.min()} to {values.max()}")
         counts = np.bincount(rows, minlength=self.max_rows)
