@@ -135,11 +135,6 @@ class GroupedAbsorb(ABC):
         """Device memory that this object allocated."""
         return tensor_bytes(self)
 
-    @classmethod
-    def workspace_bytes_for(cls, **sizes: Any) -> int:
-        """Bytes that an object would allocate; sizes as in the constructor, without `device` and with `programs`."""
-        return cls(**sizes, device="meta").workspace_bytes
-
     def plan(self, segments: Sequence[Segment], requests: int) -> None:
         """Set which requests share which segments, for steps of so many.
 

@@ -108,16 +108,6 @@ class AbsorbFP8(ABC):
         """Device memory that this object allocated."""
         return tensor_bytes(self)
 
-    @classmethod
-    def workspace_bytes_for(cls, **sizes: Any) -> int:
-        """Bytes that an object would allocate; sizes as in the constructor, without `device` and with `num_sms`."""
-        return cls(**sizes, device="meta").workspace_bytes
-
-    @property
-    def max_requests(self) -> int:
-        """Most requests of a call."""
-        return self._max_requests
-
     def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
         """The best place for the `out` of `run`, `[tokens, H, r]`: maybe memory of this object, which the next run
         overwrites."""

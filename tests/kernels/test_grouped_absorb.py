@@ -268,7 +268,6 @@ def test_memory_is_static_and_known_beforehand(queries: int) -> None:
     sizes = {value.data_ptr(): value.nbytes for value in tensors_of(grouped).values()}
     assert grouped.workspace_bytes == sum(sizes.values())
     limits |= dict(heads=16, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, dtype=torch.float32, programs=PROGRAMS)
-    assert HopperGroupedAbsorb.workspace_bytes_for(**limits) == grouped.workspace_bytes
     assert dispatch.grouped_absorb_bytes(fp8=False, **limits) == grouped.workspace_bytes
 
 
