@@ -85,18 +85,12 @@ def balanced_order(keys: np.ndarray, programs: int) -> np.ndarray:
     return plan[:, last_first].reshape(-1)[:n]
 
 
-def pairs_of_splits(rows: np.ndarray, sizes: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and partial rows of groups that are split, as pairs for `PartialTable.write_pairs`.
+def entries_of_partials(sizes: np.ndarray, splits: np.ndarray) -> np.ndarray:
+    """Return for each partial row of groups that are split its row, counted over all groups: `[sum of sizes · splits]`.
 
     The partials of a group stand together, split by split, each with one partial for every row of the group.
-
-    Args:
-        rows: `[sum of sizes]`, group by group; sizes, splits: `[groups]`.
-    Returns:
-        Two arrays `[sum of sizes · splits]`; the second counts from 0.
     """
     size_of = np.repeat(sizes, splits)  # of the group of every split
-    first = np.repeat(np.cumsum(sizes) - sizes, splits)  # its group's first entry in rows
-    n = int(size_of.sum())
-    in_split = np.arange(n) - np.repeat(np.cumsum(size_of) - size_of, size_of)
-    return rows[np.repeat(first, size_of) + in_split], np.arange(n)
+    first = np.repeat(np.cumsum(sizes) - sizes, splits)  # its group's first row
+    in_split = np.arange(size_of.sum()) - np.repeat(np.cumsum(size_of) - size_of, size_of)
+    return np.repeat(first, size_of) + in_split

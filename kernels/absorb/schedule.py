@@ -47,7 +47,7 @@ from torch import Tensor
 from sglang_mla_ext.segment import Segment
 
 from ..partials import PartialTable
-from ..splits import balanced_order, choose_splits
+from ..splits import balanced_order, choose_splits, entries_of_partials
 from .items import (
     ITEM_BEGIN,
     ITEM_END,
@@ -253,8 +253,7 @@ def build_segment_work(
     splits = choose_splits(sizes, tiles, blocks, heads, BLOCK_KEYS, capacity.max_segment_partials, capacity.programs)
     row_start = np.cumsum(sizes) - sizes  # rows of the segments before
     partial_start = np.cumsum(splits * sizes) - splits * sizes
-    # Split by split, the rows of a segment side by side.
-    batch_rows = np.concatenate([np.tile(segment.rows, n) for segment, n in zip(segments, splits, strict=True)])
+    batch_rows = rows[entries_of_partials(sizes, splits)]
     table.write_pairs(batch_rows, np.arange(len(batch_rows)))
     strips = rows[:, None] * heads + np.arange(row_strips) * strip_rows  # [rows, row_strips]
 

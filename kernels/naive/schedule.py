@@ -17,7 +17,7 @@ from sglang_mla_ext.segment import Segment
 
 from ..partials import Array, PartialTable
 from ..sizes import CHUNK_TOKENS
-from ..splits import balanced_order, choose_splits, pairs_of_splits
+from ..splits import balanced_order, choose_splits, entries_of_partials
 from . import items as fields
 from .items import GROUP_ROWS, ITEM_FIELDS
 
@@ -219,10 +219,9 @@ def _divide(
     items[:, fields.ITEM_END.value] = end
     items[:, fields.ITEM_CHUNKS.value] = table_start[segment]
     items[:, fields.ITEM_PARTIAL.value] = partial_start[segment] + split * rows_of[segment] + first_row
-    entries, _ = pairs_of_splits(np.arange(rows_of.sum()), rows_of, splits)
     return _Division(
         items[balanced_order(end - begin, target_items)],
-        entries,
+        entries_of_partials(rows_of, splits),
         table_start.tolist(),
         table_size.tolist(),
         used=int(table_start[-1] + table_size[-1]),
