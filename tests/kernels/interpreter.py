@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def adapt(interpreter: ModuleType) -> None:
@@ -19,6 +20,7 @@ def adapt(interpreter: ModuleType) -> None:
     _describe_blocks_once()
     _compare_by_identity_first()
     _find_dtypes_by_name(interpreter)
+    _convert_like_a_gpu(interpreter)
 
 
 def _accept_current_numpy(interpreter: Any) -> None:
@@ -89,6 +91,24 @@ def _find_dtypes_by_name(interpreter: Any) -> None:
         return known[name]
 
     interpreter._get_np_dtype = found
+
+
+def _convert_like_a_gpu(interpreter: Any) -> None:
+    """Triton 3.6's interpreter truncates to BF16, and gets the subnormals of e4m3 and its NaN wrong: torch converts."""
+    import triton.language as tl
+
+    convert = interpreter._convert_float
+    known = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
+
+    def converted(data: Any, from_dtype: Any, to_dtype: Any, rounding_mode: Any) -> Any:
+        if from_dtype == tl.float32 and to_dtype in known:
+            dtype, bits = known[to_dtype]
+            return torch.tensor(data).to(dtype).view(bits).numpy()
+        if (from_dtype, to_dtype) == (tl.float8e4nv, tl.float32):
+            return torch.tensor(data).view(torch.float8_e4m3fn).float().numpy()
+        return convert(data, from_dtype, to_dtype, rounding_mode)
+
+    interpreter._convert_float = converted
 
 
 def _compare_by_identity_first() -> None:

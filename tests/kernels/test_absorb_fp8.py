@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-
-# A fixture that every test here uses.
-from test_latent_rows import NAN, converts_like_a_gpu, poisoned_pool  # noqa: F401
+from test_latent_rows import NAN, poisoned_pool
 from triton.runtime import interpreter
 
 from sglang_mla_ext.kernels.reference import attention as reference

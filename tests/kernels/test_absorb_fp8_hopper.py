@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gluon_in_torch import Descriptor, Place, Pointer, Program
-from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, Case, Problem, assert_close, converts_like_a_gpu  # noqa: F401
+from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, Case, Problem, assert_close
 from torch import Tensor
 
 from sglang_mla_ext.kernels import merge

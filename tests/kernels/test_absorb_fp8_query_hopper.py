@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gluon_in_torch import Program, Shared
-from test_absorb_fp8 import LAYOUT, NAN, Case, Problem, assert_close, converts_like_a_gpu  # noqa: F401
+from test_absorb_fp8 import NAN, Case, Problem, assert_close
 from test_absorb_fp8_hopper import BOUND, BYTES, COMMON, in_torch  # noqa: F401 - a fixture
 from torch import Tensor
 

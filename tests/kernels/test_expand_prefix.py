@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import triton.language as tl
 from triton.runtime import interpreter
 
 from sglang_mla_ext.kernels.constants import FP8, FP8_MAX
@@ -31,21 +30,6 @@ LAYERS, LAYER = 2, 1
 SENTINEL = 0x5A
 DTYPES = (torch.float32, torch.bfloat16, FP8)
 MAX_DIFFERENT = 1e-3
-
-
-@pytest.fixture(autouse=True)
-def rounds_like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter truncates to BF16 and gets the subnormals of e4m3 wrong; here torch rounds for it."""
-    convert = interpreter._convert_float
-    torch_dtypes = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (FP8, torch.uint8)}
-
-    def rounded(data, from_dtype, to_dtype, rounding_mode):
-        if from_dtype != tl.float32 or to_dtype not in torch_dtypes:
-            return convert(data, from_dtype, to_dtype, rounding_mode)
-        dtype, bits = torch_dtypes[to_dtype]
-        return torch.tensor(data).to(dtype).view(bits).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, assert_close, converts_like_a_gpu  # noqa: F401
+from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, assert_close
 from test_absorb_fp8_hopper import BOUND, InTorch, merge_many_heads_at_once
 from test_grouped_absorb import tensors_of
 from test_latent_rows import poisoned_pool

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import triton.language as tl
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels.constants import FP8, FP8_MAX
+from sglang_mla_ext.kernels.constants import FP8_MAX
 from sglang_mla_ext.kernels.storage.latent_rows import (
     SCALE_FLOOR,
     LatentRowLayout,
@@ -37,22 +36,6 @@ NAN, INF = float("nan"), float("inf")
 POISON = 0x7F  # NaN in e4m3; four of them are a huge float32, two a huge BF16, and 0x7FFF is NaN
 BF16_MAX = torch.finfo(torch.bfloat16).max
 LAYOUT = LatentRowLayout()
-
-
-@pytest.fixture(autouse=True)
-def converts_like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    convert = interpreter._convert_float
-    torch_dtypes = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (FP8, torch.uint8)}
-
-    def exact(data, from_dtype, to_dtype, rounding_mode):
-        if from_dtype == tl.float32 and to_dtype in torch_dtypes:
-            dtype, bits = torch_dtypes[to_dtype]
-            return torch.tensor(data).to(dtype).view(bits).numpy()
-        if (from_dtype, to_dtype) == (tl.float8e4nv, tl.float32):
-            return torch.tensor(data).view(FP8).float().numpy()
-        return convert(data, from_dtype, to_dtype, rounding_mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", exact)
 
 
 def poisoned_pool(slots: int, layout: LatentRowLayout) -> torch.Tensor:

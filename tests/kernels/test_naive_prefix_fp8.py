@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.naive.tiles import Tile
@@ -26,19 +24,6 @@ NAN = float("nan")
 E4M3_NAN = 0x7F
 LAYERS, LAYER = 2, 1
 SMALL_TILE = Tile(block_rows=16, block_keys=32)
-
-
-@pytest.fixture(autouse=True)
-def converts_like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter reads the NaN of e4m3 as 480; here torch converts for it."""
-    convert = interpreter._convert_float
-
-    def exact(data, from_dtype, to_dtype, rounding_mode):
-        if (from_dtype, to_dtype) != (tl.float8e4nv, tl.float32):
-            return convert(data, from_dtype, to_dtype, rounding_mode)
-        return torch.tensor(data).view(FP8).float().numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", exact)
 
 
 @dataclass(frozen=True)
