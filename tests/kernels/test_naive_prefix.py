@@ -1,7 +1,8 @@
 """Attention over shared prefixes, alone and with tails, against the reference in float64.
 
 The kernels run in float32 in Triton's interpreter. Bound: 2e-6 in relative L2, some ten roundings of float32 over sums
-of up to 700 keys; 2e-5 for the largest error of an element; 1e-11 in cosine distance.
+of up to 700 keys; 2e-5 for the largest error of an element; 1e-11 in cosine distance. Prefixes in FP8 are compared with
+what is stored: the portable kernel reads e4m3 and rounds nothing to it, so the bounds are the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive import triton_naive
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
@@ -57,6 +59,7 @@ class Case:
     dims: Dims = SMALL
     tile: Tile = DEFAULT_TILE
     num_ctas: int = 8
+    dtype: torch.dtype = torch.float32
 
     @property
     def rows(self) -> int:
@@ -64,7 +67,7 @@ class Case:
 
     def __str__(self) -> str:
         groups = "+".join(f"{n}x{length}" for n, length in zip(self.groups, self.prefix, strict=True))
-        groups += "-nested" * self.nested
+        groups += "-nested" * self.nested + "-fp8" * (self.dtype == FP8)
         return (
             f"{groups}-alone{self.alone}-h{self.heads}-d{self.dims.nope}-{self.tile.block_rows}x{self.tile.block_keys}"
         )
@@ -90,10 +93,19 @@ def cases():
     # Rows in three segments, in two, in one and in none, of which some are split.
     yield Case((7, 4, 2), (512, 256, 333), heads=4, nested=True, alone=2, unused=1)
     yield Case((40, 20, 17), (256, 512, 70), heads=3, nested=True, tile=SMALL_TILE, num_ctas=40)
+    for length in (1, 15, 17, 63, 64, 65, 256, 257):  # ends of 16 tokens, of a tile, of a chunk
+        yield Case((2,), (length,), heads=2, dtype=FP8)
+    yield Case((1,), (127,), heads=1, dims=Dims(), dtype=FP8)
+    yield Case((65,), (301,), heads=2, dims=Dims(), tile=triton_naive.FP8_TILES[-1], dtype=FP8)
+    yield Case((1, 2, 3), (700, 1, 255), heads=16, alone=3, num_ctas=40, dtype=FP8)
+    yield Case((2, 64, 1), (33, 511, 600), heads=4, alone=2, num_ctas=24, dtype=FP8)
+    yield Case((17, 16, 15, 1), (95, 300, 32, 129), heads=4, alone=5, tile=SMALL_TILE, num_ctas=40, dtype=FP8)
+    yield Case((3,), (600,), heads=1, num_ctas=264, dtype=FP8)  # more programs than tiles
 
 
 class Problem:
-    """Inputs of a case, seeded, float32; whatever no kernel may read is NaN."""
+    """Inputs of a case, seeded, queries in float32; whatever no kernel may read is NaN. In FP8 scales differ from head
+    to head and between keys and values."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         self.case, d = case, case.dims
@@ -108,10 +120,13 @@ class Problem:
         chunk_ids = torch.randperm(sum(chunks_of) + 2, generator=self.generator).tolist()
         sizes = dict(qk_nope_head_dim=d.nope, v_head_dim=d.v, qk_rope_head_dim=d.rope)
         self.buffers = ExpandedBuffers.allocate(
-            layers=LAYERS, chunks=len(chunk_ids), heads=case.heads, dtype=torch.float32, device="cpu", **sizes
+            layers=LAYERS, chunks=len(chunk_ids), heads=case.heads, dtype=case.dtype, device="cpu", **sizes
         )
         for tensor in (self.buffers.k_nope, self.buffers.v_t, self.buffers.k_rope):
-            tensor.fill_(NAN)
+            tensor.copy_(torch.tensor(NAN).to(tensor.dtype).expand(tensor.shape))
+        if case.dtype == FP8:
+            for scale in (self.buffers.k_scale, self.buffers.v_scale):
+                scale.copy_(0.01 + 0.02 * torch.rand(scale.shape, generator=self.generator))
         self.groups = []
         for size, latent, n_chunks in zip(case.groups, self.prefix_latent, chunks_of, strict=True):
             rows, order = tuple(order[:size]), order if case.nested else order[size:]
@@ -119,10 +134,11 @@ class Problem:
             self.groups.append(Segment(rows, 0, len(latent), Mode.NAIVE, chunks))
             k_nope, v = reference.expand(latent[:, : d.rank], self.w_kc, self.w_vc)
             k_rope = latent[:, d.rank :]
-            self.expanded.append((k_nope, v, k_rope))
             for i, chunk in enumerate(chunks):
                 tokens = slice(i * CHUNK_TOKENS, (i + 1) * CHUNK_TOKENS)
                 self.buffers.write(LAYER, chunk, 0, k_nope[tokens], v[tokens], k_rope[tokens])
+            stored = case.dtype == FP8
+            self.expanded.append(self.buffers.read(LAYER, chunks, len(latent)) if stored else (k_nope, v, k_rope))
 
         # Views with padding between heads and rows, and the two parts of the query in one tensor, as a model has them.
         query = torch.full((case.rows, case.heads + 1, d.nope + d.rope + 8), NAN)
@@ -186,6 +202,14 @@ def test_shared_part_equals_reference(case: Case, implementation: str) -> None:
     expected_out, expected_lse = problem.shared()
     assert_equal(out, expected_out, "out")
     assert_equal(lse, expected_lse, "lse")
+
+
+def test_queries_of_another_dtype_are_refused() -> None:
+    problem = Problem(Case((2,), (70,), heads=2, dtype=FP8))
+    attention = problem.attention("triton")
+    attention.plan(problem.groups)
+    with pytest.raises(ValueError, match="expanded prefixes need"):
+        attention.run(LAYER, problem.q_nope.half(), problem.q_rope.half(), 1.0)
 
 
 @dataclass(frozen=True)
