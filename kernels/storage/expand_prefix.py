@@ -171,7 +171,39 @@ def expand_prefix(
     """
     heads, dn, dv, dr = buffers.heads, buffers.qk_nope_head_dim, buffers.v_head_dim, buffers.qk_rope_head_dim
     rank, n = w_k.shape[-1], slots.numel()
-    _check(latent_rows, slots, w_k, w_v, buffers, layer, chunk_table, start)
+    check_heads(dn, dv, dr)
+    if rank == 0 or rank % 16:
+        raise ValueError(f"the rank must be a positive multiple of 16, not {rank}")
+    if latent_rows.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"latent_rows must be bfloat16 or float32, not {latent_rows.dtype}")
+    if latent_rows.ndim != 2 or latent_rows.shape[1] != rank + dr:
+        raise ValueError(f"latent_rows must be [pool_slots, {rank + dr}], not {list(latent_rows.shape)}")
+    if latent_rows.stride(1) != 1:
+        raise ValueError(f"the last axis of latent_rows must be contiguous; its strides are {latent_rows.stride()}")
+    for name, weight, dim in (("w_k", w_k, dn), ("w_v", w_v, dv)):
+        if weight.shape != (heads, dim, rank):
+            raise ValueError(f"{name} must be {[heads, dim, rank]}, not {list(weight.shape)}")
+        if weight.dtype != latent_rows.dtype:
+            raise ValueError(f"{name} is {weight.dtype}, but latent_rows is {latent_rows.dtype}")
+        byte_strides = [stride * weight.element_size() for stride in weight.stride()[:2]]
+        if weight.stride(2) != 1 or any(b % 16 for b in (weight.data_ptr(), *byte_strides)):
+            raise ValueError(
+                f"{name} must be contiguous along its last axis and aligned to 16 bytes along the others; its strides "
+                f"are {weight.stride()}, its address is {weight.data_ptr():#x}"
+            )
+    if slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
+        raise ValueError(f"slots must be contiguous int32 or int64 [n], not {slots.dtype} {list(slots.shape)}")
+    if not 0 <= layer < buffers.layers:
+        raise ValueError(f"layer {layer}: there are {buffers.layers} layers")
+    if start < 0:
+        raise ValueError(f"start must not be negative, but is {start}")
+    if chunk_table.ndim != 1 or chunk_table.dtype != torch.int32 or not chunk_table.is_contiguous():
+        raise ValueError(f"chunk_table must be contiguous int32 [chunks], not {chunk_table.dtype} {chunk_table.shape}")
+    if n and chunk_table.numel() < triton.cdiv(start + n, CHUNK_TOKENS):
+        raise ValueError(f"{chunk_table.numel()} chunks of {CHUNK_TOKENS} tokens do not hold {start + n} tokens")
+    for name, tensor in dict(slots=slots, w_k=w_k, w_v=w_v, chunk_table=chunk_table, buffers=buffers.k_nope).items():
+        if tensor.device != latent_rows.device:
+            raise ValueError(f"{name} is on {tensor.device}, but latent_rows is on {latent_rows.device}")
     if n == 0:
         return
     block_k, stages = pipeline(rank, dn, dv, w_k.element_size())
@@ -208,52 +240,3 @@ def expand_prefix(
         num_warps=NUM_WARPS,
         num_stages=stages,
     )
-
-
-def _check(
-    latent_rows: Tensor,
-    slots: Tensor,
-    w_k: Tensor,
-    w_v: Tensor,
-    buffers: ExpandedBuffers,
-    layer: int,
-    chunk_table: Tensor,
-    start: int,
-) -> None:
-    """Raise the ValueErrors of `expand_prefix`."""
-    dims = dict(dn=buffers.qk_nope_head_dim, dv=buffers.v_head_dim, dr=buffers.qk_rope_head_dim)
-    check_heads(dims["dn"], dims["dv"], dims["dr"])
-    rank = w_k.shape[-1]
-    if rank == 0 or rank % 16:
-        raise ValueError(f"the rank must be a positive multiple of 16, not {rank}")
-    if latent_rows.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"latent_rows must be bfloat16 or float32, not {latent_rows.dtype}")
-    if latent_rows.ndim != 2 or latent_rows.shape[1] != rank + dims["dr"]:
-        raise ValueError(f"latent_rows must be [pool_slots, {rank + dims['dr']}], not {list(latent_rows.shape)}")
-    if latent_rows.stride(1) != 1:
-        raise ValueError(f"the last axis of latent_rows must be contiguous; its strides are {latent_rows.stride()}")
-    for name, weight, dim in (("w_k", w_k, dims["dn"]), ("w_v", w_v, dims["dv"])):
-        if weight.shape != (buffers.heads, dim, rank):
-            raise ValueError(f"{name} must be {[buffers.heads, dim, rank]}, not {list(weight.shape)}")
-        if weight.dtype != latent_rows.dtype:
-            raise ValueError(f"{name} is {weight.dtype}, but latent_rows is {latent_rows.dtype}")
-        byte_strides = [stride * weight.element_size() for stride in weight.stride()[:2]]
-        if weight.stride(2) != 1 or any(b % 16 for b in (weight.data_ptr(), *byte_strides)):
-            raise ValueError(
-                f"{name} must be contiguous along its last axis and aligned to 16 bytes along the others; its strides "
-                f"are {weight.stride()}, its address is {weight.data_ptr():#x}"
-            )
-    if slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
-        raise ValueError(f"slots must be contiguous int32 or int64 [n], not {slots.dtype} {list(slots.shape)}")
-    if not 0 <= layer < buffers.layers:
-        raise ValueError(f"layer {layer}: there are {buffers.layers} layers")
-    if start < 0:
-        raise ValueError(f"start must not be negative, but is {start}")
-    if chunk_table.ndim != 1 or chunk_table.dtype != torch.int32 or not chunk_table.is_contiguous():
-        raise ValueError(f"chunk_table must be contiguous int32 [chunks], not {chunk_table.dtype} {chunk_table.shape}")
-    end = start + slots.numel()
-    if slots.numel() and chunk_table.numel() < triton.cdiv(end, CHUNK_TOKENS):
-        raise ValueError(f"{chunk_table.numel()} chunks of {CHUNK_TOKENS} tokens do not hold {end} tokens")
-    for name, tensor in dict(slots=slots, w_k=w_k, w_v=w_v, chunk_table=chunk_table, buffers=buffers.k_nope).items():
-        if tensor.device != latent_rows.device:
-            raise ValueError(f"{name} is on {tensor.device}, but latent_rows is on {latent_rows.device}")
