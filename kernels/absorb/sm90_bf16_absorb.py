@@ -4,14 +4,7 @@
 
 One persistent launch over a work list (schedule.py). An item is up to 64 query rows that share a range of keys of a
 paged latent cache; its result is a partial. Over a tail, the query tokens of a request see one key after the other. One
-program runs on each multiprocessor, with five roles:
-
-| role | warps | does |
-|---|---|---|
-| score | 4 | query x keys, softmax; passes on the weights and the factors of the running softmax |
-| sum_values, twice | 4, 4 | out[:, :256] and out[:, 256:]: rescale, add weights x values |
-| keys | 1 | copies blocks of 64 keys (TMA) to a ring of quarters of 128 columns, rotary columns to a ring of two |
-| queries | 1 | copies the part of the query that stays in shared memory |
+program runs on each multiprocessor, with five roles, whose schedule is in docs/kernels.md.
 
 Content and rotary columns of a query are read from two tensors, as SGLang has them. Three quarters of the content stay
 in registers of the score role. That leaves shared memory for more than two blocks of keys, and saves its bandwidth,

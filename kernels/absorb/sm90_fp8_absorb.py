@@ -10,13 +10,7 @@ computed transposed,
     out^T[512, 64 rows] = values^T[512, 64 keys] · weights^T[64 keys, 64 rows]
 
 with the values as the first operand, which may come from registers, where there is no such rule. They are never written
-back to shared memory. One program runs on each multiprocessor, with four roles:
-
-| role | warps | does |
-|---|---|---|
-| compute_scores | 4 | rounds the query; query x keys, softmax, weights rounded to e4m3 |
-| sum_values, twice | 4, 4 | out[:, :256] and out[:, 256:]: transpose, rescale, add values x weights |
-| copy | 1 | TMA into a ring of blocks: 64 keys, or in front of an item's first block half of its query, in BF16 |
+back to shared memory. One program runs on each multiprocessor, with four roles, whose schedule is in docs/kernels.md.
 
 Softmax: with t = score · log2(e) + log2(key's scale) and c = max of t over a block, the weights of the block are
 2^(t - c) · 448, rounded: the running maximum of the scores cancels out of what SnapMLA computes. Output and sum are

@@ -7,12 +7,7 @@ Both products are transposed, so that keys and dims are on the side of the matri
 the one that may be 8 or 16: nothing is padded (FlashMLA-ETAP). The first operand of the scores is keys, in shared
 memory, whose layout suits the product; that of the output is values, in registers. The softmax, the rounding and the
 way of the values into registers are those of sm90_fp8_absorb.py. One program runs on each multiprocessor, with three
-roles:
-
-| role | warps | does |
-|---|---|---|
-| attend, twice | 4, 4 | rounds the query; scores and softmax of all blocks; out[:, :256] and out[:, 256:] |
-| copy | 1 | TMA of the blocks into a ring, and of the query in BF16: the next item's while this one is computed |
+roles, whose schedule is in docs/kernels.md.
 
 Both `attend` roles compute the same scores. That costs bandwidth of shared memory (40 KiB of 160 for a block), which is
 not what limits them: a block of 41 KiB takes longer to arrive. In exchange they never wait for each other: no query,

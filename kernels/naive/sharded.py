@@ -1,11 +1,5 @@
 """Attention to sharded prefixes, each rank with its part of the heads: as attention.py, for the rows of all ranks.
-
-                    rank 0                         rank 1
-    queries     [rows, heads]  ── all-to-all ──  [rows, heads]
-                      │     by heads: [ranks, rows, heads / ranks]
-    naive       rows of all ranks, first half of the heads      ... second half
-                      │     back by rows: results and lse in one
-    merge       with tails, all heads of the rank's own rows
+docs/design.md has a drawing.
 
 Every rank gives and gets as many rows, so that splits are equal and a CUDA graph can hold the exchange: all ranks have
 to be in `run` together, also one without any row of its own. On a GPU it all runs on a stream of its own, beside the
