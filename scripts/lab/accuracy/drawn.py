@@ -1,8 +1,8 @@
 """The studies of SnapMLA, AMLA and FlashMLA-ETAP of how much rounding costs, on drawn data.
 
-Everything is computed on the CPU, by kernels/reference/fp8.py in the precision that a kernel has, and compared with
-float64 over the same inputs. Latent dimensions of DeepSeek-V3: 512 content and 64 rotary elements; the content is the
-values, too. Seeds are fixed; every metric is the mean over the samples.
+Everything is computed on the CPU, by kernels/reference/fp8.py and rescaling.py in the precision that a kernel has, and
+compared with float64 over the same inputs. Latent dimensions of DeepSeek-V3: 512 content and 64 rotary elements; the
+content is the values, too. Seeds are fixed; every metric is the mean over the samples.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.accuracy.rescaling import Rescale, flash
 from lab.accuracy.served import SNAPMLA
-from sglang_mla_ext.kernels.reference.fp8 import Configuration, Rescale, absorb_fp8, flash, round_keys
+from sglang_mla_ext.kernels.reference.fp8 import Configuration, absorb_fp8, round_keys
 
 LATENT, ROPE = 512, 64
 SNAPMLA_NAMES: dict[Configuration, str] = {
