@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -58,7 +59,7 @@ def ask(url: str, api_key: str | None = None) -> dict[str, Any]:
         else:
             said = f"it answers {error.code}"
         raise NoAnswerError(f"{url}: {said}") from error
-    except (OSError, ValueError) as error:  # no connection, no such address, no JSON
+    except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, address, JSON or HTTP; cut off
         raise NoAnswerError(f"{url}: {getattr(error, 'reason', None) or error}") from error
     if not isinstance(found, dict) or "ranks" not in found:
         raise NoAnswerError(f"{url}: it is not a server with hybrid_mla")

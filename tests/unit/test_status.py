@@ -263,6 +263,38 @@ def test_top(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_top("--url", "nonsense")[0] == 1
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
+    ],
+    ids=["no HTTP", "cut off", "cut off in a chunk"],
+)
+def test_top_takes_half_an_answer_for_none(answer: bytes) -> None:
+    """As from a server that ends, or of another kind."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def once() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=once)
+        thread.start()
+        with pytest.raises(top.NoAnswerError):
+            top.ask(f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+
+
+def test_top_refuses_an_address_that_is_none() -> None:
+    for address in ("localhost:3000O", "a b"):
+        code, said = run_top("--url", address)
+        assert code == 1 and said.startswith(f"http://{address}: ")
+
+
 def test_the_page_and_top_have_the_same_words() -> None:
     """Of the totals: one name for one thing."""
     (rank,) = status.status([{"hybrid_mla": entry()}], 1.0).model_dump()["ranks"]
