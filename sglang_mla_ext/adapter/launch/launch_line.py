@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
@@ -79,7 +80,9 @@ def read(words: Sequence[str]) -> LaunchLine:
         LaunchLineError: it launches something else.
     """
     image = None
-    if len(words) == 1 and (launched := manifests.read(words[0])):
+    with _quotes_that_end():
+        launched = manifests.read(words[0]) if len(words) == 1 else []
+    if launched:
         if len(launched) > 1:
             raise LaunchLineError(f"there are {len(launched)} launches in it: give one container's command and args.")
         words, image = launched[0]
@@ -102,11 +105,18 @@ def read(words: Sequence[str]) -> LaunchLine:
     return line._replace(script=tuple(inner[:start])) if outer else line
 
 
-def _split(text: str) -> list[str]:
+@contextmanager
+def _quotes_that_end() -> Iterator[None]:
+    """Refuse text that a shell could not take apart."""
     try:
-        return shlex.split(text.replace("\\\n", " "))
+        yield
     except ValueError as error:
         raise LaunchLineError(f"the shell could not read it: {error}.") from None
+
+
+def _split(text: str) -> list[str]:
+    with _quotes_that_end():
+        return shlex.split(text.replace("\\\n", " "))
 
 
 def _unwrapped(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -115,7 +125,8 @@ def _unwrapped(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if index and re.fullmatch(r"-\w*c", words[index - 1]) and manifests.LAUNCHES.search(word):
             lexer = shlex.shlex(word.replace("\\\n", " "), posix=True, punctuation_chars=";&|")
             lexer.whitespace_split, lexer.commenters = True, ""
-            return list(words[:index]), list(lexer)
+            with _quotes_that_end():
+                return list(words[:index]), list(lexer)
     return [], list(words)
 
 

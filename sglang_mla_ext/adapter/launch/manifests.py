@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,17 +28,19 @@ def read(text: str) -> list[Launched]:
 
     Args:
         text: the manifest itself, a list of words as one of its keys has it, or the path of a file.
+    Raises:
+        ValueError: a shell could not take a command apart, or the file is not text.
     """
     try:
         import yaml  # type: ignore[import-untyped]
     except ModuleNotFoundError:  # SGLang's own requirements bring it
         return []
     path = Path(text.strip())
-    if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
+    if path.suffix in (".yaml", ".yml", ".json") and os.path.isfile(path):  # of a name of any length
         text = path.read_text(encoding="utf-8")
     try:
         documents = list(yaml.safe_load_all(text))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # also of a date that there is not
         return []
     return [found for document in documents for found in _found_in(document)]
 

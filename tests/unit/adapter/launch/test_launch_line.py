@@ -50,6 +50,17 @@ def test_the_environment_in_front() -> None:
     assert read(["--a", "B=1"]).environment == {}
 
 
+def test_a_long_command_that_ends_like_a_path() -> None:
+    """No file has such a name, and a system refuses to look for it."""
+    arguments = ["--model-path", "a", "--served-model-name", "a" * 300, "--init-expert-location", "experts.json"]
+    assert read([" ".join(["sglang serve", *arguments])]) == LaunchLine({}, arguments)
+
+
+def test_a_date_that_there_is_not() -> None:
+    """YAML refuses it with an error of its own kind."""
+    assert read(["created: 2026-13-01\ncommand: sglang serve a/b"]) == LaunchLine({}, ["--model-path", "a/b"])
+
+
 @pytest.mark.parametrize("command", [[], ["echo", "hello"], ["vllm serve a/b"], ["A=1"], ["python", "-m", "pip"]])
 def test_what_launches_something_else(command: list[str]) -> None:
     with pytest.raises(LaunchLineError, match="no launch of SGLang"):

@@ -84,6 +84,8 @@ def test_several_launches_are_not_chosen_from() -> None:
         (["[python3,", "-m,", "sglang.launch_server,", "--tp,", "8]"], "in single quotes"),
         (["services: {a: {image: b}}"], "no launch of SGLang"),
         (["python -m sglang.launch_server --model-path 'a/b"], "No closing quotation"),
+        (['command: "sglang serve \'a/b"'], "No closing quotation"),
+        (["docker", "run", "image", "sh", "-c", "sglang serve 'a/b"], "No closing quotation"),
     ],
 )
 def test_what_cannot_be_read_says_what_to_paste(words: list[str], said: str) -> None:
