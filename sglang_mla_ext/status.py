@@ -95,12 +95,11 @@ class Status(Described):
 def status(states: Sequence[Mapping[str, Any]], now: float) -> Status:
     """
     Args:
-        states: `internal_states` of `/server_info`, one for each data-parallel rank.
+        states: `internal_states` of `/server_info`, one for each data-parallel rank, in the order of their answers.
         now: see `Status.time`.
     """
-    entries = (state[BACKEND_NAME] for state in states if BACKEND_NAME in state)
-    ranks = [Rank.model_validate({**entry, "rank": rank}) for rank, entry in enumerate(entries)]
-    return Status(version=__version__, time=now, ranks=ranks)
+    ranks = [Rank.model_validate(state[BACKEND_NAME]) for state in states if BACKEND_NAME in state]
+    return Status(version=__version__, time=now, ranks=sorted(ranks, key=lambda each: each.rank))
 
 
 def schema() -> str:

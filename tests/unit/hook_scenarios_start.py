@@ -27,7 +27,7 @@ from hooked_worker import (
     profile_bytes,
     refused,
 )
-from release import OLDEST, pool_class
+from release import OLDEST, data_parallel_rank, pool_class
 
 # ---- memory
 
@@ -251,7 +251,9 @@ def scenario_server_info_has_our_report() -> None:
     server = Server()
     server.forward("DECODE", server.run(PROMPT + "-a", PROMPT + "-b"))
     state = server.scheduler.get_internal_state(None).internal_state
-    assert state == {"of": "sglang", "hybrid_mla": server.steps.reports.status(0)}
+    assert state == {"of": "sglang", "hybrid_mla": {**server.steps.reports.status(0), "rank": 0}}
+    with data_parallel_rank(server.scheduler, 3):
+        assert server.scheduler.get_internal_state(None).internal_state["hybrid_mla"]["rank"] == 3
     server.scheduler.accept_length = 2.5
     with_drafts = server.scheduler.get_internal_state(None).internal_state
     assert with_drafts["hybrid_mla"] == {**state["hybrid_mla"], "avg_spec_accept_length": 2.5}

@@ -350,7 +350,7 @@ def replace_bodies() -> None:
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = False, 256, PAGE
         self.draft_worker = None
         self.running_batch, self.disagg_prefill_inflight_queue = SimpleNamespace(reqs=[]), None
-        self.enable_overlap = False
+        self.enable_overlap, self.ps = False, SimpleNamespace(dp_rank=None)
         self.idle, self.require_mlp_sync = True, server_args.require_mlp_sync
         server_args.build()
 

@@ -20,9 +20,25 @@ def published_arguments(**given: Any) -> Iterator[None]:
     and its tree read them from 0.5.23 on."""
     from sglang.srt.runtime_context import get_context, get_parallel
 
-    rank = dict(attn_dcp_rank=0, tp_group=SimpleNamespace(cpu_group=None))
+    rank: dict[str, Any] = dict(attn_dcp_rank=0, tp_group=SimpleNamespace(cpu_group=None))
+    if not OLDEST:
+        rank["dp_rank"] = None
     with get_context().override_server_args(device="cpu", **given), get_parallel().override(**rank):
         yield
+
+
+@contextmanager
+def data_parallel_rank(scheduler: Any, rank: int) -> Iterator[None]:
+    """In this context the process of a scheduler is of this rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if OLDEST:
+        before, scheduler.ps = scheduler.ps, SimpleNamespace(dp_rank=rank)
+        yield
+        scheduler.ps = before
+    else:
+        with get_parallel().override(dp_rank=rank):
+            yield
 
 
 def index_translator(req_to_token: Any, pool: Any, page_size: int) -> Any:

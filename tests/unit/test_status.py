@@ -57,7 +57,7 @@ def entry(saved: int = 0, **more: Any) -> dict[str, Any]:
     ]
     return {
         **report(counters, Plan(11), 6 << 20, 20 << 20, 30),
-        **{"requests": 11, "pause": 64, "description": "naive and so on", "segments": segments},
+        **{"rank": 0, "requests": 11, "pause": 64, "description": "naive and so on", "segments": segments},
         **more,
     }
 
@@ -71,8 +71,13 @@ class Manager:
         self.asked = 0
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
+        """In the order in which the ranks answer, which is another one each time."""
         self.asked += 1
-        return [{"hybrid_mla": entry(self.asked * 1000), "prompt": "secret words"}, {"hybrid_mla": entry(pause=0)}]
+        states = [
+            {"hybrid_mla": entry(self.asked * 1000), "prompt": "secret words"},
+            {"hybrid_mla": entry(pause=0, rank=1)},
+        ]
+        return states[:: -1 if self.asked % 2 else 1]
 
 
 class Served:
@@ -293,6 +298,13 @@ def test_top_refuses_an_address_that_is_none() -> None:
     for address in ("localhost:3000O", "a b"):
         code, said = run_top("--url", address)
         assert code == 1 and said.startswith(f"http://{address}: ")
+
+
+def test_a_rank_keeps_its_number_whoever_answers_first() -> None:
+    """SGLang hands over the answers as they come."""
+    states = [{"hybrid_mla": entry(saved, rank=rank)} for rank, saved in ((2, 20), (0, 0), (1, 10))]
+    found = status.status([*states, {"of": "another backend"}], 1.0).ranks
+    assert [(each.rank, each.counters.shared_tokens_saved) for each in found] == [(0, 0), (1, 10), (2, 20)]
 
 
 def test_the_page_and_top_have_the_same_words() -> None:

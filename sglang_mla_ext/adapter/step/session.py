@@ -188,6 +188,7 @@ class Session:
     def report(self, result: Any, scheduler: Scheduler, recv_req: Any) -> None:
         """`Scheduler.get_internal_state`."""
         state, report = result.internal_state, self.steps.reports.status(self.steps.pause)
+        report["rank"] = installed.dp_rank(scheduler)
         if ACCEPT_LENGTH in state:
             report[ACCEPT_LENGTH] = state[ACCEPT_LENGTH]
         state[BACKEND_NAME] = report

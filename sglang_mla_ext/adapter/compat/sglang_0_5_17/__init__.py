@@ -18,6 +18,7 @@ from sglang_mla_ext.adapter.compat.table import Changes, Feature
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
@@ -49,6 +50,10 @@ class Release0517(Arguments0517):
     def row_of_request(self, req: Any) -> int:
         """Return a running request's row in the table of slots."""
         return int(req.req_pool_idx)
+
+    def dp_rank(self, scheduler: Scheduler) -> int:
+        """Return the data-parallel rank of a scheduler, a replica or a rank of DP attention; 0 where it is alone."""
+        return int(scheduler.ps.dp_rank or 0)
 
     def wait_before_loading(self, controller: HiCacheController, stream: torch.Stream) -> None:
         """Have the next copy from the host to the device wait for what was put on this stream; see host_cache.py."""

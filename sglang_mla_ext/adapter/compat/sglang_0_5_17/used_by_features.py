@@ -237,6 +237,9 @@ USED_BY_FEATURES = {
         /server_info
             managers.scheduler.Scheduler: get_internal_state(self, recv_req)
             managers.io_struct.GetInternalStateReqOutput: internal_state
+        which rank it is of
+            managers.scheduler.Scheduler: ps
+            distributed.parallel_state_wrapper.ParallelState: dp_rank
     """,
     Feature.EXAMINING: """
         arguments as SGLang resolves them: server_args: prepare_server_args(argv)

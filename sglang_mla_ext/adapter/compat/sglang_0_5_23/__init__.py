@@ -15,6 +15,7 @@ from sglang_mla_ext.adapter.compat.sglang_0_5_23.tree import NumberedTreeView
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
@@ -38,6 +39,11 @@ class Release0523(Arguments0523, Release0517):
 
     def row_of_request(self, req: Any) -> int:
         return int(req.kv.req_pool_idx)
+
+    def dp_rank(self, scheduler: Scheduler) -> int:
+        from sglang.srt.runtime_context import get_parallel
+
+        return int(get_parallel().dp_rank or 0)
 
     def wait_before_loading(self, controller: HiCacheController, stream: torch.Stream) -> None:
         """See Release0517. SGLang has it wait."""

@@ -96,6 +96,9 @@ USES = {
             mem_cache.kv_index_translator.KVIndexTranslator: own_plan(self, forward_batch)
             mem_cache.kv_loc_plan.KVLocPlan: bind(self, batch, reader)
     """,
+    Feature.STATUS: """
+        which rank it is of: runtime_context: get_parallel()
+    """,
     Feature.LINEAR_ON_CPU: """
         states are kept for the tree while passes overlap
             arg_groups.mamba_hook: _platform_supports_mamba_cache_extra_buffer()
@@ -113,6 +116,8 @@ CHANGES = Changes(
         "server_args.ServerArgs.override",
         "server_args.ServerArgs._validate_ib_devices",
         "managers.schedule_batch.Req.req_pool_idx",
+        "managers.scheduler.Scheduler.ps",
+        "distributed.parallel_state_wrapper.ParallelState",
         "mem_cache.radix_cache.RadixCache",
         "mem_cache.radix_cache.TreeNode",
         "mem_cache.radix_cache.RadixKey",
