@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,12 @@ def _version(asked: bool) -> None:
     if asked:
         print(f"sglang-mla-ext {__version__}")
         raise typer.Exit
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
 
 
 @app.callback()
@@ -88,7 +95,8 @@ def plan(
         int, typer.Option(min=1, help="As --speculative-num-draft-tokens: query tokens of a request in a step.")
     ] = 1,
     accept_length: Annotated[
-        float, typer.Option(min=1, help="Tokens that a step adds to a request on average, with drafts.")
+        float,
+        typer.Option(min=1, callback=_finite, help="Tokens that a step adds to a request on average, with drafts."),
     ] = 1.0,
     dtype: Annotated[str, typer.Option(help="Weights: auto (as the checkpoint), bf16, fp8_e4m3.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="As SGLang's: auto (BF16) or fp8_e4m3.")] = "auto",
@@ -104,11 +112,16 @@ def plan(
     prefix_memory_gb: Annotated[
         float | None,
         typer.Option(
-            min=0, help="As --hybrid-mla-prefix-memory-gb: GiB of it for expanded prefixes [as the server's]."
+            min=0,
+            callback=_finite,
+            help="As --hybrid-mla-prefix-memory-gb: GiB of it for expanded prefixes [as the server's].",
         ),
     ] = None,
     step_ms: Annotated[
-        float | None, typer.Option(help="Measured time of a step without sharing, of one --prefix and one --batch.")
+        float | None,
+        typer.Option(
+            callback=_finite, help="Measured time of a step without sharing, of one --prefix and one --batch."
+        ),
     ] = None,
     arrivals: Annotated[
         int | None,
@@ -129,6 +142,7 @@ def plan(
         float | None,
         typer.Option(
             min=0,
+            callback=_finite,
             help="Host time of an eager prefill pass, with --arrivals [shown for 0 and for a slow virtual machine: "
             "2.5 ms a layer and 2.5 more with experts].",
         ),
@@ -206,7 +220,7 @@ def top(
     api_key: Annotated[
         str | None, typer.Option(help="The server's --api-key, if it has one.", envvar="SGLANG_MLA_API_KEY")
     ] = None,
-    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two readings.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.5, callback=_finite, help="Seconds between two readings.")] = 1.0,
     once: Annotated[
         bool,
         typer.Option("--once", help="Read twice, print values and rates, and end; the default without a terminal."),

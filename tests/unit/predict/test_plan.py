@@ -291,6 +291,11 @@ def test_a_measured_step_gives_the_rest():
     assert "of one step" in refused("--step-ms", "60", "--batch", "64", "--batch", "128")
 
 
+@pytest.mark.parametrize("option", ["--step-ms", "--accept-length", "--prefix-memory-gb", "--prefill-pass-ms"])
+def test_a_number_that_is_not_finite_is_refused(option):
+    assert "inf is not a finite number" in refused(option, "inf")
+
+
 def test_gpus_that_were_not_measured_say_so():
     def said(gpu: str) -> str:
         return CliRunner().invoke(app, ["plan", "--tp", "8", "--gpu", gpu]).output
