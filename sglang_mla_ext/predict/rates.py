@@ -127,10 +127,13 @@ class Gpu:
         """A GPU as people name it (`H200`, `NVIDIA H800`), or a file of rates.
 
         Raises:
-            ValueError: it is not known, or the extension does not run on it.
+            ValueError: it is not known, the extension does not run on it, or the file is of another form.
         """
         if Path(name).suffix == ".json":
-            return cls.from_json(name)
+            try:
+                return cls.from_json(name)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{name} is no file of rates, as scripts/calibrate.py writes: {error}") from None
         if (what := _unsupported(name)) is not None:
             raise ValueError(
                 f"the extension does not run on {name}, {what}: FlashMLA needs a Hopper GPU (H100, H200, H800, H20)"

@@ -291,6 +291,12 @@ def test_a_measured_step_gives_the_rest():
     assert "of one step" in refused("--step-ms", "60", "--batch", "64", "--batch", "128")
 
 
+@pytest.mark.parametrize("written", ["{}", "[]", '{"name": "H200", "l2_bytes": null}'])
+def test_a_file_that_has_no_rates_is_refused(tmp_path, written):
+    (tmp_path / "gpu.json").write_text(written)
+    assert "no file of rates" in refused("--gpu", str(tmp_path / "gpu.json"))
+
+
 @pytest.mark.parametrize("option", ["--step-ms", "--accept-length", "--prefix-memory-gb", "--prefill-pass-ms"])
 def test_a_number_that_is_not_finite_is_refused(option):
     assert "inf is not a finite number" in refused(option, "inf")
