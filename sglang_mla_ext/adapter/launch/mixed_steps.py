@@ -12,6 +12,7 @@ import torch
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, on_gpu
 from sglang_mla_ext.configs import gpu_config_of
+from sglang_mla_ext.kernels.sizes import MAX_ROWS
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.predict.mixed import GRAPH_STEP, LEAST_NEW, MOST_NEW_ALONE, allowed  # plain Python
 from sglang_mla_ext.predict.rates import Gpu
@@ -58,7 +59,7 @@ class Mixing:
         if asked == 0 or self.obstacle is not None:
             return 0
         if asked is not None:
-            return asked // GRAPH_STEP * GRAPH_STEP
+            return min(asked, MAX_ROWS) // GRAPH_STEP * GRAPH_STEP  # no step has more, and buffers are sized by it
         if not on_gpu(self.args):
             return LEAST_NEW if self.args.enable_mixed_chunk else 0
         return _predicted(self.args)

@@ -40,6 +40,7 @@ def test_new_tokens_are_not_mixed_beside_ngram_embeddings(monkeypatch: pytest.Mo
         ({}, None, 256, 0),  # without graphs there is nothing to gain
         (MIXED, None, 256, 256),
         ({}, 100, 64, 64),  # whole pages
+        ({}, 1_000_000, 1024, 1024),  # the rows of a step
         (MIXED, 128, 128, 128),
         ({"enable_dp_attention": True, "dp_size": 2}, None, 512, 0),
         ({}, 0, 0, 0),
