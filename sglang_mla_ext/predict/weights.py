@@ -206,12 +206,16 @@ def products(config: Mapping[str, Any], dtype: str = "auto") -> tuple[Product, .
 
 
 def attention_layers(config: Mapping[str, Any]) -> int:
-    """Layers with MLA; LongCat's blocks have two each."""
+    """Layers with MLA; LongCat's blocks have two each. Raises UnknownModelError: there are none."""
     if "expert_ffn_hidden_size" in config:
-        return 2 * int(config.get("num_layers") or config["num_hidden_layers"])
-    if linear_layers.is_linear(config):
-        return linear_layers.layers(config, "full_attn_layers")
-    return int(config["num_hidden_layers"])
+        layers = 2 * _get(config, "num_layers", "num_hidden_layers")
+    elif linear_layers.is_linear(config):
+        layers = linear_layers.layers(config, "full_attn_layers")
+    else:
+        layers = _get(config, "num_hidden_layers")
+    if layers < 1:
+        raise UnknownModelError("it has no layers with MLA")
+    return layers
 
 
 def all_layers(config: Mapping[str, Any]) -> int:

@@ -153,7 +153,11 @@ def test_a_model_by_its_file_or_its_name_on_hugging_face(tmp_path):
     by_file, by_name = planned("--model", str(file), *options), planned(*options)
     assert by_file["cases"] == by_name["cases"]
     file.write_text('{"hidden_size": 64}')
-    assert "no" in refused("--model", str(file))
+    assert "it has no num" in refused("--model", str(file))
+    file.write_text(json.dumps({**V3, "num_hidden_layers": 0}))
+    assert "it has no layers with MLA" in refused("--model", str(file))
+    file.write_text(json.dumps(read_config("models", "deepseek-v3")))  # sizes alone
+    assert "it has no num_hidden_layers" in refused("--model", str(file))
     assert "Known are deepseek-v2-lite" in refused("--model", "gpt-2")
 
 
