@@ -75,7 +75,7 @@ class Counters:
     evictions: int = _total("chunks of expanded tokens dropped, for whatever reason.")
     fallbacks: Counter[str] = field(
         default_factory=Counter,
-        metadata={"help": "by reason, how often something was done by plain absorb that was meant to be naive."},
+        metadata={"help": "by reason, how often an operation of the extension failed or could not run."},
     )
     max_group_size: int = _total("the largest group so far.")
     max_depth: int = _total("the most groups that a request was in so far, one below the other.")

@@ -19,7 +19,7 @@ class Reason(Enum):
 
 
 class Fallback(Reason):
-    """Reasons why something that was meant to be shared was done by plain absorb (`fallbacks`)."""
+    """Reasons why an operation of the extension failed or could not run (`fallbacks`)."""
 
     # At the start.
     PREFIX_MEMORY_TOO_SMALL = "--hybrid-mla-prefix-memory-gb is too small for a single chunk: set at least {gib:.3g}"
