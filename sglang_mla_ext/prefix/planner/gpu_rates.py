@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,17 @@ class GpuRates:
         config = read_config_or_file("gpus", name_or_path)
 
         def mode_rates(values: Mapping[str, Any]) -> ModeRates:
-            given = {"fp8_macs_per_s": None, **values}  # and other keys, as `tiles`
-            return ModeRates(**{each.name: given[each.name] for each in fields(ModeRates) if each.name in given})
+            fp8 = values.get("fp8_macs_per_s")
+            return ModeRates(
+                bytes_per_s=float(values["bytes_per_s"]),
+                macs_per_s=float(values["macs_per_s"]),
+                fp8_macs_per_s=None if fp8 is None else float(fp8),
+                overhead_s=float(values["overhead_s"]),
+                row_tile=int(values["row_tile"]),
+                overhead_per_root_row_s=float(values.get("overhead_per_root_row_s", 0.0)),
+                segment_s=float(values.get("segment_s", 0.0)),
+                measured=bool(values.get("measured", True)),
+            )
 
         exchanges = {
             name: ExchangeRates(float(values["overhead_s"]), float(values["bytes_per_s"]))
@@ -135,7 +144,8 @@ class GpuRates:
             modes={mode: mode_rates(config["modes"][mode.value]) for mode in Mode},
             source=str(config["source"]),
             naive_tiles={
-                storage: tuple(tiles) for storage, tiles in config["modes"][Mode.NAIVE.value].get("tiles", {}).items()
+                storage: tuple({name: int(value) for name, value in tile.items()} for tile in tiles)
+                for storage, tiles in config["modes"][Mode.NAIVE.value].get("tiles", {}).items()
             },
             passes=PassRates.from_config(config.get("passes") or read_config_or_file("gpus", FALLBACK_GPU)["passes"]),
             **exchanges,
