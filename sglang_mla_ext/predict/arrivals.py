@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from sglang_mla_ext.predict.drafts import drafting_seconds
+from sglang_mla_ext.predict.drafts import drafting
 from sglang_mla_ext.predict.mixed import MOST_NEW_ALONE, NEWEST, allowed, evened, mixed_step, most_waiting
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
@@ -164,15 +164,15 @@ def compared(
     """
     prefix, tail, stock = traffic.prefix, traffic.tail, replace(of, prefill_expand_tokens=0)
     mixed_tokens = allowed(of) if mixed_tokens is None else mixed_tokens
-    drafts = of.query_tokens > 1
+    drafts, drafting_seconds = of.query_tokens > 1, drafting(of)
 
     def absorb(running: int, _: int) -> float:
-        return predict(of, PLAIN, running, prefix, tail).seconds + drafting_seconds(of, running, prefix, tail)
+        return predict(of, PLAIN, running, prefix, tail).seconds + drafting_seconds(running, prefix, tail)
 
     def chosen(running: int, tokens: int) -> float:
         arriving = Arriving(tokens, max(tokens // traffic.question, 1))
         seconds = mixed_step(of, running, prefix, tail, arriving, chunks).seconds
-        seconds += drafting_seconds(of, running, prefix, tail)
+        seconds += drafting_seconds(running, prefix, tail)
         return max(seconds, PAIR_REQUEST_S * running) if drafts and tokens else seconds
 
     kept = of.kept_for_prefill(traffic.requests, prefix, chunks)

@@ -10,7 +10,7 @@ from typing import Any
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS  # plain Python
 from sglang_mla_ext.predict import burst, sharing
 from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds
-from sglang_mla_ext.predict.drafts import drafting_seconds
+from sglang_mla_ext.predict.drafts import drafting
 from sglang_mla_ext.predict.memory import (
     Memory,
     default_fraction,
@@ -254,7 +254,8 @@ def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, reque
     cover = of.cover(of.per_rank(running["chosen"]), prompt, chunks)
     plain = predict(of, PLAIN, running["absorb"], prompt, asked.tail)
     shared = predict(of, cover, running["chosen"], prompt, asked.tail)
-    drafts = {way: drafting_seconds(of, running[way], prompt, asked.tail) for way in running}
+    drafting_seconds = drafting(of)
+    drafts = {way: drafting_seconds(running[way], prompt, asked.tail) for way in running}
     rest = {"absorb": plain.rest + drafts["absorb"], "chosen": shared.rest + drafts["chosen"]}
     if asked.step_ms is not None:
         measured = asked.step_ms * 1e-3 - plain.attention

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from sglang_mla_ext.cli import app
 from sglang_mla_ext.predict.arrivals import Served, Traffic, compared, host_seconds, pass_seconds, percentile, serve
-from sglang_mla_ext.predict.drafts import drafting_seconds
+from sglang_mla_ext.predict.drafts import drafting
 from sglang_mla_ext.predict.memory import buffer_bytes
 from sglang_mla_ext.predict.mixed import allowed
 from sglang_mla_ext.predict.rates import Gpu
@@ -277,7 +277,7 @@ def test_drafts_add_several_tokens_a_step():
     passes: list[int] = []
     serve(traffic, lambda running, new: 1.0, 64, lambda requests: passes.append(requests) or 3.0, drafts=True)
     assert min(passes) == 1  # a question of 128 tokens would take two steps
-    steps = [drafting_seconds(of, 128, 7069, 300) for of in (EIGHT, replace(EIGHT, query_tokens=2), drafts)]
+    steps = [drafting(of)(128, 7069, 300) for of in (EIGHT, replace(EIGHT, query_tokens=2), drafts)]
     assert 0 == steps[0] < steps[1] < steps[2] / 2
     mixed_tokens, ways = compared(drafts, replace(SHORT, accepted=2.5))
     assert mixed_tokens == allowed(drafts)
