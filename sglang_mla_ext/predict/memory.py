@@ -75,17 +75,12 @@ def buffer_bytes(of: Deployment, *, expands: bool) -> int:
     `transient_bytes`."""
     dims, heads = of.cost.dims, of.cost.local_heads
     rows = MAX_ROWS + (allowed(of) if of.dp == 1 else 0)
-    shared = 0
-    if expands:
-        naive_rows = rows * SEGMENTS_PER_ROW
-        if of.prefix_sharding:
-            shared += rows * 4 * dims.naive_macs
-        else:
-            naive_rows = max(naive_rows, _prefill_rows(of))
-        shared += naive_rows * 4 * dims.v_head_dim
-    grouped = rows * SEGMENTS_PER_ROW * 4 * dims.kv_lora_rank * may_group(of.cost)
-    splits = SPLIT_ROWS * 4 * dims.v_head_dim * expands
-    return heads * (shared + grouped) + splits + prefill_graph_bytes(of) + transient_bytes(of)
+    taken = heads * rows * SEGMENTS_PER_ROW * 4 * dims.kv_lora_rank * may_group(of.cost)
+    if expands and of.prefix_sharding:
+        taken += heads * rows * 4 * dims.naive_macs + _naive_partial_bytes(of, rows * SEGMENTS_PER_ROW)
+    elif expands:
+        taken += _naive_partial_bytes(of, max(rows * SEGMENTS_PER_ROW, _prefill_rows(of)))
+    return taken + prefill_graph_bytes(of) + transient_bytes(of)
 
 
 def prefill_graph_bytes(of: Deployment) -> int:
@@ -100,9 +95,12 @@ def transient_bytes(of: Deployment) -> int:
     if not of.prefill_expand_tokens:
         return 0
     keys_and_values = 2 * of.prefill_expand_tokens * (dims.qk_nope_head_dim + dims.v_head_dim)
-    per_row, heads = 4 * dims.v_head_dim, of.cost.local_heads
-    results = (heads * _prefill_rows(of) + SPLIT_ROWS) * per_row
-    return heads * keys_and_values + results
+    return of.cost.local_heads * keys_and_values + _naive_partial_bytes(of, _prefill_rows(of))
+
+
+def _naive_partial_bytes(of: Deployment, rows: int) -> int:
+    """Return the bytes of partial results of naive attention for so many rows of all heads."""
+    return 4 * of.cost.dims.v_head_dim * (of.cost.local_heads * rows + SPLIT_ROWS)
 
 
 def _prefill_rows(of: Deployment) -> int:
