@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from bench.server import ServerFailedError, console_of, free_port, started_server, work_folder
@@ -71,12 +71,8 @@ def send_chats(console: Console, base_url: str, shared: list[Chat], answer_token
         right = sum(chat.expected in chat.answer for chat in looked_up)
         console.print(f"{right} of {len(looked_up)} codes are those of the table in the system prompt.")
     console.print("What was shared when it was most, as in sglang-mla top:", highlight=False)
-    console.print(top.render(max(reversed(seen), key=tokens_saved), before))
-
-
-def tokens_saved(status: dict[str, Any]) -> int:
-    """Tokens that a decode step did not read again, of a server's status."""
-    return sum(segment["tokens_saved"] for rank in status["ranks"] for segment in rank["segments"])
+    most = max(reversed(seen), key=lambda status: sum(map(top.tokens_saved, status["ranks"])))
+    console.print(top.render(most, before))
 
 
 def show_where_to_look(console: Console, base_url: str, keep: bool) -> None:

@@ -104,6 +104,11 @@ def _rates(
     return rates
 
 
+def tokens_saved(rank: Mapping[str, Any]) -> int:
+    """Return the tokens that a rank's last decode step did not read again."""
+    return sum(segment["tokens_saved"] for segment in rank["segments"])
+
+
 def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None]) -> Panel:
     counters, segments = rank["counters"], rank["segments"]
     facts = Table.grid(padding=(0, 2))
@@ -111,7 +116,7 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
     reads = counters["shared_tokens_read"] + counters["shared_tokens_saved"]
     avoided = f"{counters['shared_tokens_saved'] / reads:.1%}" if reads else "…"
     facts.add_row("saved", avoided, "of shared prompts' reads in decode")
-    facts.add_row("", f"{sum(each['tokens_saved'] for each in segments):,}", "tokens a step not read again")
+    facts.add_row("", f"{tokens_saved(rank):,}", "tokens a step not read again")
     for label, name, what in (
         ("", "shared_tokens_saved", "tokens in decode"),
         ("", "prefill_tokens_saved", "tokens in prefill"),
