@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -161,7 +160,7 @@ def plan(
     """
     from sglang_mla_ext.predict import advice, report, tables, weights
     from sglang_mla_ext.predict.rates import Gpu
-    from sglang_mla_ext.predict.step import Deployment, shards_by_default
+    from sglang_mla_ext.predict.step import Deployment, with_default_sharding
 
     def of_dtype(option: str, given: str, known: dict[str, int]) -> int:
         if given not in known:
@@ -194,7 +193,7 @@ def plan(
         sizes = tp, dp, draft_tokens, latent, expanded
         of = Deployment(config, Gpu.named(gpu), *sizes, dtype, prefix_sharding or False)
         if prefix_sharding is None:
-            of = replace(of, prefix_sharding=shards_by_default(of))
+            of = with_default_sharding(of)
         of = asked.with_transient_expansion(of)
         found = report.report(of, asked)
         found["recommendation"] = advice.recommend(of, asked)

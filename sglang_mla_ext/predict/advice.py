@@ -13,7 +13,7 @@ from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS  # plain Python
 from sglang_mla_ext.predict import sharing
 from sglang_mla_ext.predict.memory import buffer_bytes, fraction_that_fits
 from sglang_mla_ext.predict.report import GIB, Asked, a_rank, chunks_for, most_that_share, replaced, whole_step
-from sglang_mla_ext.predict.step import Deployment, shards_by_default
+from sglang_mla_ext.predict.step import Deployment, shards_by_default, with_default_sharding
 
 WORTH = 1.03
 """Gains below this are not worth a flag: predictions are not that good."""
@@ -189,8 +189,7 @@ def _alternatives(best: Choice) -> Iterator[str]:
     if of.tp > 1 and asked.step_ms is None:
         dp = 1 if of.dp > 1 else of.tp
         try:
-            divided = replace(of, dp=dp, prefix_sharding=False)
-            divided = replace(divided, prefix_sharding=shards_by_default(divided))
+            divided = with_default_sharding(replace(of, dp=dp, prefix_sharding=False))
             other = _best(asked.with_transient_expansion(divided), asked)
         except ValueError:  # heads do not divide so
             return

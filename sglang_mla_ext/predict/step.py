@@ -178,6 +178,11 @@ def shards_by_default(of: Deployment) -> bool:
     return may_shard(of.tp, of.dp, of.dims.num_heads) and of.tp <= GPUS_OF_A_HOST and not few_heads
 
 
+def with_default_sharding(of: Deployment) -> Deployment:
+    """Return a deployment with prefixes sharded where a server shards them by default, and nowhere else."""
+    return dataclasses.replace(of, prefix_sharding=shards_by_default(of))
+
+
 @dataclass(frozen=True)
 class Step:
     """Seconds of a step.
