@@ -29,7 +29,7 @@ def published_arguments(**given: Any) -> Iterator[None]:
 
 @contextmanager
 def data_parallel_rank(scheduler: Any, rank: int) -> Iterator[None]:
-    """In this context the process of a scheduler is of this rank."""
+    """Make this process the scheduler of a rank while the context lasts."""
     from sglang.srt.runtime_context import get_parallel
 
     if OLDEST:

@@ -71,7 +71,7 @@ class Manager:
         self.asked = 0
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
-        """In the order in which the ranks answer, which is another one each time."""
+        """Answers come in another order each time."""
         self.asked += 1
         states = [
             {"hybrid_mla": entry(self.asked * 1000), "prompt": "secret words"},

@@ -50,7 +50,7 @@ def test_cases(command):
 
 
 def test_a_sustained_time_is_of_batches_without_the_first_third(timing, monkeypatch):
-    """Of one call first, then of so many that a batch takes 10 ms. Calls take 5 ms, and 2 ms from a moment on."""
+    """The first batch is one call, later ones as many as take 10 ms. Calls take 5 ms, and from 25 ms on 2 ms."""
     now, waits = [0.0], []
 
     class Event:

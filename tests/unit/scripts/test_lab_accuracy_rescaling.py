@@ -34,7 +34,7 @@ def test_flash_is_attention_within_the_rounding_of_its_weights(rescale, size: fl
 
 
 def test_compensation_keeps_a_weight_of_one_exact() -> None:
-    """Where one key has all the weight, AMLA's accumulator is its value times a factor that BF16 has; without, not."""
+    """AMLA's accumulator is exact where one key has all the weight; without its compensation it is not."""
     q, k, v = 8 * randn(16, 64), 8 * randn(256, 64, seed=1), randn(256, 32, seed=2)
     truth = torch.softmax(q.double() @ k.double().T, dim=-1) @ v.double()
     error = {r: reference.errors(flash(q, k, v, 1.0, rescale=r, block_keys=256), truth).rel_l2 for r in RESCALES}

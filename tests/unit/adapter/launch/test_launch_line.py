@@ -51,7 +51,7 @@ def test_the_environment_in_front() -> None:
 
 
 def test_a_long_command_that_ends_like_a_path() -> None:
-    """No file has such a name, and a system refuses to look for it."""
+    """A file system refuses to look for a name of this length."""
     arguments = ["--model-path", "a", "--served-model-name", "a" * 300, "--init-expert-location", "experts.json"]
     assert read([" ".join(["sglang serve", *arguments])]) == LaunchLine({}, arguments)
 

@@ -66,7 +66,7 @@ def allocate(dtype: torch.dtype) -> ExpandedBuffers:
 
 
 def expand(model: Any, buffers: ExpandedBuffers) -> tuple[Expander, torch.Tensor]:
-    """In two pieces; returns the slots too, slot 7 among them."""
+    """Expand in two pieces; return the slots too, slot 7 among them."""
     expander = Expander(*model, buffers)
     slots = torch.cat([torch.tensor([7]), torch.randperm(SLOTS)])[:N]
     for first, last in ((0, CHUNK_TOKENS), (CHUNK_TOKENS, N)):
