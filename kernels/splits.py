@@ -26,6 +26,7 @@ def choose_splits(
     block_keys: int,
     max_partial_rows: int,
     programs: int,
+    keys_behind: int = 0,
 ) -> np.ndarray:
     """Splits of each group: all groups are cut into ranges of at most T key blocks, T the same for all.
 
@@ -35,6 +36,8 @@ def choose_splits(
 
     Args:
         sizes, items, blocks: `[groups]`: rows, items of one split (heads x row tiles) and key blocks of each group.
+        keys_behind: of other items, which programs take once they have no more of these, so that all end together.
+            Where they are many, few programs have items of these groups, and long ones.
     Returns:
         `[groups]`, each between 1 and the group's key blocks; the partial rows are at most `max_partial_rows`.
     """
@@ -53,7 +56,9 @@ def choose_splits(
     cost = np.take_along_axis(cost, order, 1)
     ended = np.cumsum(np.take_along_axis(items * splits, order, 1), axis=1)  # [T, groups], items up to a group's last
     rounds = -(-ended // programs)  # [T, groups], rounds begun
-    time = (cost * np.diff(rounds, axis=1, prepend=0)).sum(axis=1) + partial_rows * heads / PARTIALS_PER_KEY
+    time = (cost * np.diff(rounds, axis=1, prepend=0)).sum(axis=1)
+    all_keys = (cost * np.diff(ended, axis=1, prepend=0)).sum(axis=1) + keys_behind
+    time = np.maximum(time, all_keys / programs) + partial_rows * heads / PARTIALS_PER_KEY
     return splits[np.argmin(time)]
 
 

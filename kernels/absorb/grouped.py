@@ -46,7 +46,7 @@ SPARE_SEGMENTS = 8
 class GroupedAbsorb(ABC):
     """Attention of a batch to its private tails and to the segments that its rows share.
 
-        grouped.plan(segments, requests)                                            # when either changes
+        grouped.plan(segments, requests, tail_tokens)                               # when either changes
         grouped.begin_step(req_to_token, req_pool_indices, seq_lens, tail_starts)   # every step
         for layer in range(layers):
             out, lse = grouped.run(q_absorbed, q_rope, cache, softmax_scale)
@@ -135,11 +135,12 @@ class GroupedAbsorb(ABC):
         """Device memory that this object allocated."""
         return tensor_bytes(self)
 
-    def plan(self, segments: Sequence[Segment], requests: int) -> None:
+    def plan(self, segments: Sequence[Segment], requests: int, tail_tokens: int = 0) -> None:
         """Set which requests share which segments, for steps of so many.
 
         Args:
             segments: their rows are requests, each with all of its query tokens.
+            tail_tokens: of all private tails, about as many as there are; segments are cut less often beside more.
         Raises:
             ValueError: a segment does not begin and end with a page, is empty, or has a request that is out of range or
                 in it twice; or there are more requests or segments, or longer ones, than there is room for.
@@ -160,7 +161,9 @@ class GroupedAbsorb(ABC):
             if any(request >= requests for request in segment.rows):
                 raise ValueError(f"a segment has requests beyond the {requests} of the step")
         first_pages = [(self._max_requests + index) * self._table.stride(0) for index in range(len(segments))]
-        work = build_segment_work(segments, first_pages, self._capacity)
+        # A launch of their own for tails leaves all programs to the segments.
+        beside = tail_tokens if self._tail_work is self._work else 0
+        work = build_segment_work(segments, first_pages, self._capacity, beside)
         self._stage(self._work, work.head)
         self._stage(self._work[self._capacity.segment_strips :], work.strips)
         self._stage(self._segment_partials.buffer, work.table.buffer)

@@ -217,13 +217,14 @@ class SegmentWork:
 
 
 def build_segment_work(
-    segments: Sequence[Segment], first_pages: Sequence[int], capacity: AbsorbCapacity
+    segments: Sequence[Segment], first_pages: Sequence[int], capacity: AbsorbCapacity, tail_tokens: int = 0
 ) -> SegmentWork:
     """Cut every segment into tiles of query rows and its keys into splits, so that all programs end at about the same
     time. Tiles of the same keys stand side by side: they run at the same time, and all but the first read from L2.
 
     Args:
         first_pages: `[segments]`, the entry of the page table, as a flat array, that holds the page of each `start`.
+        tail_tokens: of all tails in the same list, about as many as there will be.
     Raises:
         ValueError: a segment is empty or has no keys; a row is out of range or twice in one segment; the segments have
             more rows, or need more partials, than there is room for.
@@ -250,7 +251,8 @@ def build_segment_work(
     tile_strips = tile_rows // strip_rows
     blocks = -(-lengths // BLOCK_KEYS)
     tiles = -(-sizes * row_strips // tile_strips)
-    splits = choose_splits(sizes, tiles, blocks, heads, BLOCK_KEYS, capacity.max_segment_partials, capacity.programs)
+    most, tail_keys = capacity.max_segment_partials, tail_tokens * capacity.row_tiles
+    splits = choose_splits(sizes, tiles, blocks, heads, BLOCK_KEYS, most, capacity.programs, tail_keys)
     row_start = np.cumsum(sizes) - sizes  # rows of the segments before
     partial_start = np.cumsum(splits * sizes) - splits * sizes
     batch_rows = rows[entries_of_partials(sizes, splits)]

@@ -59,6 +59,7 @@ class Case:
     tile_rows: int = TILE_ROWS
     nested: bool = False  # each segment has rows of the one before
     queries: int = 1  # query tokens of a row
+    knows_tails: bool = False  # whether the host knows how long tails are
 
     @property
     def rows(self) -> int:
@@ -67,7 +68,7 @@ class Case:
     def __str__(self) -> str:
         return (
             f"h{self.heads}x{self.queries}-segments{len(self.segments)}-rows{self.rows}-programs{self.programs}"
-            f"-tile{self.tile_rows}"
+            f"-tile{self.tile_rows}{'-known' * self.knows_tails}"
         )
 
 
@@ -89,6 +90,9 @@ def cases() -> Any:
     yield Case(8, (), ODD_LENGTHS * 2, tile_rows=16, queries=2)
     yield Case(16, (), (5001, 3), queries=8)
     yield Case(16, ((32, 4759),), (77,) * 32, queries=8)
+    for queries in (1, 4):
+        yield Case(16, ((8, 14976),), tuple(range(25_000, 45_000, 2_500)), queries=queries, knows_tails=True)
+    yield Case(16, ((24, 16000), (5, 640)), tuple(range(1_000, 9_700, 300)), knows_tails=True)
 
 
 def items_of(work: Tensor, capacity: AbsorbCapacity) -> np.ndarray:
@@ -119,7 +123,8 @@ class Work:
             self.first_pages.append(first_page)
             rows, first_page = rows[3 if case.nested else size :], first_page + -(-length // BLOCK_KEYS)
         self.pages = first_page
-        self.segment_work = build_segment_work(self.segments, self.first_pages, self.capacity)
+        tail_tokens = sum(case.tails) if case.knows_tails else 0
+        self.segment_work = build_segment_work(self.segments, self.first_pages, self.capacity, tail_tokens)
         self.array = torch.from_numpy(empty_work(self.capacity))
         # What an earlier step left must not matter.
         self.array[self.capacity.first_item : self.capacity.tail_strips] = -1
@@ -268,6 +273,34 @@ def test_segments_are_cut_where_there_are_too_few_tiles() -> None:
         tiles = rows * 16 // TILE_ROWS
         same_keys = work.items[:tiles, KEY_RANGE] == work.items[0, KEY_RANGE]
         assert same_keys.all(), "tiles of the same keys stand side by side"
+
+
+@pytest.mark.parametrize(
+    ("rows", "prefix", "tail", "queries", "fewer"),
+    [(8, 14_976, 35_000, 1, 7), (24, 16_000, 5_500, 1, 2), (8, 14_976, 35_000, 4, 2), (4, 4_096, 60_000, 1, 20)],
+    ids=["long agents", "agents", "long agents, drafts", "four"],
+)
+def test_segments_are_cut_less_often_beside_long_tails(
+    rows: int, prefix: int, tail: int, queries: int, fewer: int
+) -> None:
+    """By such a factor; and no program ends later than with segments over all of them."""
+    tails = tuple(tail + 61 * row for row in range(rows))
+    alone, beside = (
+        Work(Case(16, ((rows, prefix),), tails, queries=queries, knows_tails=known)) for known in (False, True)
+    )
+    of_row = [int(work.segment_work.table.counts.max()) for work in (alone, beside)]
+    assert of_row[1] * fewer <= of_row[0]
+    ends = []
+    for work in (alone, beside):
+        of_programs = [[*work.segment_work.items[p::132], *own] for p, own in enumerate(work.tails_of_programs)]
+        ends.append(max(sum(work.blocks(item[None])[0] + ITEM_BLOCKS for item in own) for own in of_programs))
+    assert ends[1] <= ends[0]
+
+
+def test_short_tails_do_not_change_how_segments_are_cut() -> None:
+    segment = Segment(tuple(range(128)), 0, 7040, Mode.GROUPED_ABSORB)
+    works = [build_segment_work([segment], [0], AbsorbCapacity(128, 16, 132), tokens) for tokens in (0, 128 * 300)]
+    assert np.array_equal(works[0].head, works[1].head)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -244,7 +244,7 @@ class World:
         self._taken.add(request.index)
         slots = torch.cat([request.slots, self._own_slots(own)])[:MAX_TOKENS]
         self.req_to_token[request.index, : len(slots)] = slots.int()
-        self.lens[request.index] = len(request.slots) + own
+        self.lens[request.index] = request.seqlen = len(request.slots) + own
         return request
 
     def accept(self, requests: Sequence[Any], counts: Sequence[int]) -> None:

@@ -155,10 +155,10 @@ class TorchGrouped:
     def __init__(self, layout: LatentRowLayout | None, queries: int = 1) -> None:
         self._layout, self._queries = layout, queries
 
-    def plan(self, segments: Sequence[Segment], requests: int) -> None:
+    def plan(self, segments: Sequence[Segment], requests: int, tail_tokens: int) -> None:
         assert all(request < requests for segment in segments for request in segment.rows)
         self._segments = Rows(requests, self._queries).by_row(segments)
-        self._rows = requests * self._queries
+        self._rows, self._tail_tokens = requests * self._queries, tail_tokens
 
     def begin_step(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, tail_starts: Tensor) -> None:
         requests, queries = self._rows // self._queries, self._queries
@@ -169,6 +169,9 @@ class TorchGrouped:
             for later in reversed(range(queries))
         ]
         self._starts = [start for start in tail_starts[:requests].tolist() for _ in range(queries)]
+        if self._segments:  # requests may have grown since, and so may have padding
+            tails = seq_lens[:requests] - tail_starts[:requests]
+            assert abs(int(tails.sum()) - self._tail_tokens) <= PAGE * requests
 
     @opaque
     def run(

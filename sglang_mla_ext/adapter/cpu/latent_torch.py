@@ -50,7 +50,7 @@ class TorchLatent:
     def allocate(self, memory: Memory | None = None) -> None:
         """Allocate nothing."""
 
-    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int, tail_tokens: int = 0) -> None:
         self._segments, self._planned_starts = segments, tail_starts
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:

@@ -96,9 +96,9 @@ class FlashMLALatent:
         self._metadata = torch.zeros_like(self._schedule(self._tails.lens[:1])[0])
         self._num_splits = torch.zeros(requests + 1, dtype=torch.int32, device=self._req_to_token.device)
 
-    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int, tail_tokens: int = 0) -> None:
         if self._grouped is not None:
-            self._grouped.plan(segments, units)
+            self._grouped.plan(segments, units, tail_tokens)
         self._starts.plan(tail_starts)
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:

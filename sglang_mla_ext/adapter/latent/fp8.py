@@ -107,9 +107,9 @@ class FP8Latent:
             if self._grouped is not None:
                 self.grouped_page = PAGE_TOKENS
 
-    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int, tail_tokens: int = 0) -> None:
         if self._grouped is not None:
-            self._grouped.plan(segments, units)
+            self._grouped.plan(segments, units, tail_tokens)
         self._starts.plan(tail_starts)
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:

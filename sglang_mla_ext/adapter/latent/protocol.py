@@ -76,7 +76,7 @@ class LatentAttention(Protocol):
     """Attention of a decode or verify step's rows to what is not expanded.
 
         latent.allocate()                                    # once; then grouped_page, workspace_bytes
-        latent.plan(segments, tail_starts, units)            # when one of them changes
+        latent.plan(segments, tail_starts, units, tokens)    # when one of the first three changes
         latent.begin_step(batch, sharing=True, uncounted=0)  # before every step
         for layer in layers:
             out, lse = latent.run(layer_id, q_absorbed, q_rope, softmax_scale)
@@ -115,13 +115,14 @@ class LatentAttention(Protocol):
         """
         ...
 
-    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int, tail_tokens: int = 0) -> None:
         """Set which units share what, for steps of so many.
 
         Args:
             segments: of grouped absorb; their rows are units.
             tail_starts: `[<= units]` tokens before each unit's private tail, whole pages; units behind the last one
                 have none. They cover what is attended to elsewhere, too.
+            tail_tokens: of all tails, about as many as there are; 0 if that is not known.
         """
         ...
 

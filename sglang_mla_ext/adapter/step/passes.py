@@ -12,6 +12,7 @@ leaves the tail's lse, and the hook before the output projection merges where it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from torch import Tensor
 
@@ -70,6 +71,7 @@ class Pass:
     Attributes:
         rows: of each of its requests.
         plan: of a decode or verify step, what its requests share.
+        reqs: its requests, once a plan is made for them.
         prefill: of prefill, what is attended to in expanded form; None where nothing is.
         absorbs: a prefill by absorb that may share, with or without a CUDA graph (prefill_graph.py).
         leaves_graph: a prefill that is sooner without its CUDA graph.
@@ -90,6 +92,7 @@ class Pass:
     kind: Kind
     rows: Rows = NO_ROWS
     plan: Plan = NOTHING_SHARED
+    reqs: Sequence[Req] = ()
     prefill: PrefillPlan | None = None
     absorbs: bool = False
     leaves_graph: bool = False
@@ -117,7 +120,7 @@ class Pass:
     def become(self, kind: Kind, rows: Rows) -> None:
         """Turn the pass into one of another kind, as which SGLang computes it. Nothing was planned for that kind but
         what ranks agreed on."""
-        self.kind, self.rows = kind, rows
+        self.kind, self.rows, self.reqs = kind, rows, ()
         self.absorbs = self.leaves_graph = self.mixed = self.only_last_rows = False
         self.decoding, self.joined, self.as_rows, self.last_rows = 0, None, None, None
         self.share_nothing()

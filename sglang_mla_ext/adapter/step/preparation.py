@@ -152,7 +152,7 @@ class Preparation:
         if self._written is None or planned is not self._written[0] or rows != self._written[1]:
             self._written = None
             try:
-                self._write(step.plan, rows, step.sharded)
+                self._write(step.plan, rows, step)
                 if planned.segments:
                     self._steps.succeed()
             except Exception as error:
@@ -162,17 +162,20 @@ class Preparation:
                 step.share_nothing()
                 if not needed:
                     return False
-                self._write(NOTHING_SHARED, rows)
+                self._write(NOTHING_SHARED, rows, step)
                 planned = NOTHING_SHARED
             self._written = planned, rows
         return bool(planned.segments)
 
-    def _write(self, plan: Plan, rows: Rows, sharded: ShardedPlan | None = None) -> None:
-        if sharded is not None:
+    def _write(self, plan: Plan, rows: Rows, step: Pass) -> None:
+        if step.sharded is not None:
             assert self._shared is not None, "ranks that shard prefixes expand them"
-            self._shared.plan(sharded.segments, sharded.each)
+            self._shared.plan(step.sharded.segments, step.sharded.each)
         elif self._shared is not None:
             self._shared.plan(rows.by_row(plan.of_mode(Mode.NAIVE)), rows.total)
         units = rows.units(self._query_tokens)
-        grouped = units.by_row(plan.of_mode(Mode.GROUPED_ABSORB))
-        self._latent.plan(grouped, units.repeat(plan.prefix_lens), units.total)
+        grouped, tail_tokens = units.by_row(plan.of_mode(Mode.GROUPED_ABSORB)), 0
+        if grouped:
+            requests = zip(step.reqs, plan.prefix_lens, units.lens, strict=False)  # units has padding, too
+            tail_tokens = sum(count * max(req.seqlen - start, 0) for req, start, count in requests)
+        self._latent.plan(grouped, units.repeat(plan.prefix_lens), units.total, tail_tokens)

@@ -174,7 +174,7 @@ class Steps:
         begin = time.perf_counter()  # for a metric; ranks must decide alike, so nothing may depend on it
         if self._reached:
             self._reached, self._next_pause = False, FIRST_PAUSE
-        kind, verifies = step.kind, step.kind is Kind.VERIFY
+        kind, verifies, step.reqs = step.kind, step.kind is Kind.VERIFY, reqs
         step.absorbs |= kind is Kind.PREFILL and self._prefill is not None and self._prefill.absorbs
         if step.sharded is not None:
             self.counters.steps_sharded += 1

@@ -51,7 +51,7 @@ the requests of a step: managers.schedule_batch.ScheduleBatch: reqs
 a request's path in the radix tree: managers.schedule_batch.Req: rid last_node
 slots of a request: managers.schedule_batch.Req: req_pool_idx
 prompts not told by tokens: managers.schedule_batch.Req: input_embeds positional_embed_overrides
-who runs: managers.schedule_batch.Req: finished(self)
+who runs, and how long it is: managers.schedule_batch.Req: finished(self) seqlen
 empty prompts
     managers.utils: validate_input_length(req, max_req_input_len, allow_auto_truncate)
     managers.schedule_batch.Req: origin_input_ids

@@ -75,7 +75,6 @@ USES = {
         verify steps with new tokens
             managers.scheduler.Scheduler: running_batch
             managers.schedule_batch.ScheduleBatch: copy(self)
-            managers.schedule_batch.Req: seqlen
             model_executor.forward_batch_info.ForwardBatch:
                 _init_num_token_non_padded(self, *, device, is_draft_worker)
             layers.logits_processor.LogitsProcessorOutput: hidden_states

@@ -417,10 +417,10 @@ def test_what_a_failure_left_on_the_device_is_written_over(make_world: Any, monk
     requests, eight = sharing(world), Graph(world, 8)
     whole, failures = world.latent.plan, [MemoryError()]
 
-    def plan(segments: Any, tail_starts: Any, units: int) -> None:
+    def plan(segments: Any, tail_starts: Any, units: int, tail_tokens: int) -> None:
         if failures and any(tail_starts):
             raise failures.pop()
-        whole(segments, tail_starts, units)
+        whole(segments, tail_starts, units, tail_tokens)
 
     monkeypatch.setattr(world.latent, "plan", plan)
     while failures:
@@ -436,9 +436,9 @@ def test_the_plan_is_written_once(make_world: Any, monkeypatch: pytest.MonkeyPat
     written: list[tuple[int, int]] = []
     whole = world.latent.plan
 
-    def plan(segments: Any, tail_starts: Any, units: int) -> None:
+    def plan(segments: Any, tail_starts: Any, units: int, tail_tokens: int) -> None:
         written.append((sum(start > 0 for start in tail_starts), units))
-        whole(segments, tail_starts, units)
+        whole(segments, tail_starts, units, tail_tokens)
 
     eight = Graph(world, 8)
     for _ in range(2):  # prefixes are expanded, and then planned with
