@@ -23,7 +23,11 @@ def main() -> None:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
     engine = sglang.Engine(
-        model_path=str(MODEL), max_running_requests=2, log_level="warning", **json.loads(sys.argv[2])
+        model_path=str(MODEL),
+        max_running_requests=2,
+        log_level="warning",
+        cuda_graph_bs_prefill=[16, 128, 1024, 8192],  # SGLang's many sizes take most of a start
+        **json.loads(sys.argv[2]),
     )
     asked = [questions[at % len(questions) :] + questions for at in range(24)]
     texts = [" ".join(each[: 2 + number % 3]) for number, each in enumerate(asked)]  # that differ, and known answers

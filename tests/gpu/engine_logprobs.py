@@ -46,7 +46,8 @@ def main() -> None:
     model, backend, out = sys.argv[1:4]
     prefix_tokens, batch, new_tokens = map(int, sys.argv[4:7])
     # Room for every request's whole prompt, and no more, so that several engines can run beside each other.
-    defaults: dict[str, int | str] = {"max_total_tokens": batch * (prefix_tokens + 2700), "log_level": "warning"}
+    defaults: dict[str, Any] = {"max_total_tokens": batch * (prefix_tokens + 2700), "log_level": "warning"}
+    defaults["cuda_graph_bs_prefill"] = [16, 128, 1024, 8192]  # SGLang's many sizes take most of a start
     if backend == "flashmla":
         defaults["page_size"] = 64
     arguments = defaults | json.loads(sys.argv[7])

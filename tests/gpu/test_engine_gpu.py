@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 REPOSITORY = Path(__file__).parents[2]
 PREFIX, BATCH, NEW_TOKENS = 7069, 64, 32
-AT_A_TIME = 4
+AT_A_TIME = 6
 
 
 @pytest.fixture(scope="module", params=[128, 16], ids=lambda heads: f"{heads}heads")

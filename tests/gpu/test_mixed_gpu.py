@@ -65,7 +65,7 @@ def test_answers_under_mixing_are_likely_ones(heads: int, drafts: bool, tmp_path
         "FP8 cache mixed": ("hybrid_mla", small | fp8_cache, naive),
     }
     files = {name: tmp_path / f"{index}.json" for index, name in enumerate(engines)}
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(6) as pool:
         running = {
             name: pool.submit(run_engine, model, files[name], backend, arguments, env)
             for name, (backend, arguments, env) in engines.items()
