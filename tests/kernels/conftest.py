@@ -24,16 +24,10 @@ def _bind_to_interpreter() -> None:
         import triton.language as tl
         from triton.runtime import interpreter
 
-        from sglang_mla_ext.kernels import merge
+        from sglang_mla_ext.kernels import dispatch, merge  # noqa: F401 - nearly all of them
         from sglang_mla_ext.kernels.naive import merge_ranks, merge_to_ranks, push_to_ranks, signals  # noqa: F401
         from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
-        from sglang_mla_ext.kernels.storage import (
-            append_latent,  # noqa: F401
-            expand_prefix,  # noqa: F401
-            fetch_latent,  # noqa: F401
-            join_parts,  # noqa: F401
-            page_table,  # noqa: F401
-        )
+        from sglang_mla_ext.kernels.storage import expand_prefix  # noqa: F401
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]

@@ -14,17 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels.partials import FIRSTS, PartialTable
-from sglang_mla_ext.segment import Mode, Segment
-
-# Like conftest.py: the kernel is bound to the interpreter when it is imported.
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.absorb.tail_schedule import MIN_BLOCKS, schedule_tails, schedule_tails_kernel
-assert isinstance(schedule_tails_kernel, interpreter.InterpretedFunction), "run tests/kernels alone"
-from sglang_mla_ext.kernels.absorb.items import (  # noqa: E402
+from sglang_mla_ext.kernels.absorb.items import (
     ITEM_BEGIN,
     ITEM_END,
     ITEM_FIELDS,
@@ -34,7 +25,7 @@ from sglang_mla_ext.kernels.absorb.items import (  # noqa: E402
     ITEM_STRIP,
     PROGRAM_RANGES,
 )
-from sglang_mla_ext.kernels.absorb.schedule import (  # noqa: E402
+from sglang_mla_ext.kernels.absorb.schedule import (
     BLOCK_KEYS,
     ITEM_BLOCKS,
     AbsorbCapacity,
@@ -42,7 +33,10 @@ from sglang_mla_ext.kernels.absorb.schedule import (  # noqa: E402
     empty_tail_table,
     empty_work,
 )
-from sglang_mla_ext.kernels.absorb.stacking import TILE_ROWS  # noqa: E402
+from sglang_mla_ext.kernels.absorb.stacking import TILE_ROWS
+from sglang_mla_ext.kernels.absorb.tail_schedule import MIN_BLOCKS, schedule_tails
+from sglang_mla_ext.kernels.partials import FIRSTS, PartialTable
+from sglang_mla_ext.segment import Mode, Segment
 
 KEY_RANGE = slice(int(ITEM_BEGIN), int(ITEM_END) + 1)
 MASK = [int(ITEM_FIRST_ROW), int(ITEM_LAST)]

@@ -12,18 +12,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from sglang_mla_ext.kernels.constants import FP8, FP8_MAX
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
+from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.storage.expanded import FP8_TOKEN_ORDER, ExpandedBuffers
-
-# Like conftest.py: the kernel is bound to the interpreter when it is imported.
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix, expand_prefix_kernel
-assert isinstance(expand_prefix_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
 NAN = float("nan")
 LAYERS, LAYER = 2, 1

@@ -13,24 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
+from sglang_mla_ext.kernels import dispatch
+from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
+from sglang_mla_ext.kernels.absorb.grouped import HopperGroupedAbsorb
+from sglang_mla_ext.kernels.absorb.items import ITEM_FIELDS
+from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.segment import Mode, Segment
-
-# Like conftest.py: the kernels are bound to the interpreter when they are imported.
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels import dispatch
-    from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
-    from sglang_mla_ext.kernels.absorb.grouped import HopperGroupedAbsorb
-    from sglang_mla_ext.kernels.absorb.items import ITEM_FIELDS
-    from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
-    from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
-    from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails_kernel
-assert isinstance(schedule_tails_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
 NAN = float("nan")
 RANK, ROPE, PAGE, SCALE = 32, 16, 64, 0.25

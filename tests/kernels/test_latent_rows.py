@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
+from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
 from sglang_mla_ext.kernels.constants import FP8_MAX
+from sglang_mla_ext.kernels.storage.append_latent import append_latent
+from sglang_mla_ext.kernels.storage.fetch_latent import fetch_latent
+from sglang_mla_ext.kernels.storage.join_parts import join_parts
 from sglang_mla_ext.kernels.storage.latent_rows import (
     SCALE_FLOOR,
     LatentRowLayout,
@@ -22,15 +25,6 @@ from sglang_mla_ext.kernels.storage.latent_rows import (
     quantize,
     row_scale,
 )
-
-# Like conftest.py: the kernels are bound to the interpreter when they are imported.
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
-    from sglang_mla_ext.kernels.storage.append_latent import append_latent, append_latent_kernel
-    from sglang_mla_ext.kernels.storage.fetch_latent import fetch_latent
-    from sglang_mla_ext.kernels.storage.join_parts import join_parts
-assert isinstance(append_latent_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
 NAN, INF = float("nan"), float("inf")
 POISON = 0x7F  # NaN in e4m3; four of them are a huge float32, two a huge BF16, and 0x7FFF is NaN
