@@ -40,9 +40,12 @@ def read(text: str) -> list[Launched]:
         text = path.read_text(encoding="utf-8")
     try:
         documents = list(yaml.safe_load_all(text))
-    except (yaml.YAMLError, ValueError):  # also of a date that there is not
+    except (yaml.YAMLError, ValueError, RecursionError):  # also of a date that there is not, and of many brackets
         return []
-    return [found for document in documents for found in _found_in(document)]
+    try:
+        return [found for document in documents for found in _found_in(document)]
+    except RecursionError:  # an alias of what it is in
+        return []
 
 
 def _found_in(document: Any) -> Iterator[Launched]:

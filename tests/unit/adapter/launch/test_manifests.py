@@ -83,6 +83,8 @@ def test_several_launches_are_not_chosen_from() -> None:
         (["python3", "-m", "dynamo.sglang", *ARGUMENTS], "paste SGLang's alone"),
         (["[python3,", "-m,", "sglang.launch_server,", "--tp,", "8]"], "in single quotes"),
         (["services: {a: {image: b}}"], "no launch of SGLang"),
+        (["a: &a {b: *a}"], "no launch of SGLang"),  # in itself
+        (["[" * 2000], "no launch of SGLang"),
         (["python -m sglang.launch_server --model-path 'a/b"], "No closing quotation"),
         (['command: "sglang serve \'a/b"'], "No closing quotation"),
         (["docker", "run", "image", "sh", "-c", "sglang serve 'a/b"], "No closing quotation"),
