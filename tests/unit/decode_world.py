@@ -368,6 +368,7 @@ class Graph:
         self.inputs = world.inputs(requests)
         plan_pass(world.steps, world.mode, [], [])
         world.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        self._label = passes.now.graph  # of one of several of this size
         self._graph = TorchGraph()
         with self._graph.capture():
             world.backend.init_forward_metadata_in_graph(self.batch)
@@ -382,6 +383,7 @@ class Graph:
             for old, new in zip(static, fresh, strict=True):
                 old.copy_(new)
         plan_pass(world.steps, world.mode, requests, requests)
+        passes.now.graph = self._label
         world.backend.init_forward_metadata_out_graph(self.batch)
         self._graph.replay()
         world.backend.preparation.end_step(now)

@@ -161,6 +161,7 @@ def make_sharing(
         chunk_tokens=CHUNK_TOKENS,
         gather=gather_over(tp_group()),
         query_tokens=context.server.query_tokens,
+        plain_graphs=context.server.ranks.plain_graphs,
     )
     return sharing, make_sharded
 

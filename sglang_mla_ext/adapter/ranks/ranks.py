@@ -137,7 +137,7 @@ def sharding_in_reach(server: Server) -> HybridMLAOptions:
         return options
     logger.warning(
         "hybrid_mla: prefixes are not sharded, because ranks do not reach each other's memory (%s). With "
-        "--hybrid-mla-prefix-sharding nccl they exchange by NCCL, in every decode step.",
+        "--hybrid-mla-prefix-sharding nccl they exchange by NCCL, which takes longer.",
         obstacle or "another rank's",
     )
     return replace(options, prefix_sharding="off")

@@ -98,7 +98,12 @@ class SlotsOfPass:
 
 
 class ShardedSteps:
-    """Votes of one scheduler's rank on what each pass shares, and the plans that they result in."""
+    """Votes of one scheduler's rank on what each pass shares, and the plans that they result in.
+
+    Attributes:
+        plain_graphs: whether decode graphs without the exchange are captured, too.
+        agreed: whether ranks share something in the pass that comes, or runs; the same on all of them.
+    """
 
     def __init__(
         self,
@@ -113,6 +118,7 @@ class ShardedSteps:
         query_tokens: int,
         can_share: Callable[[], bool],
         fail: Callable[[Fallback, Exception], None],
+        plain_graphs: bool = False,
     ) -> None:
         """
         Args:
@@ -123,11 +129,12 @@ class ShardedSteps:
         """
         self._member, self._names, self._slots, self._chunk_tokens = member, names, slots, chunk_tokens
         self._counters, self._requests, self._query_tokens = counters, requests, query_tokens
-        self._can_share, self._fail = can_share, fail
+        self._can_share, self._fail, self.plain_graphs = can_share, fail, plain_graphs
         self._gather, self._waited_s = gather, 0.0
         self._vote = Vote(member)
         self._batch: ScheduleBatch | None = None
         self._plan: ShardedPlan | None = None
+        self.agreed = False
         self._without_vote = 0  # steps that are to come
         self._differed = 0  # votes one after the other in which plans did
         self._graphs: Sequence[int] | None = None
@@ -144,7 +151,7 @@ class ShardedSteps:
 
     def comes(self, batch: ScheduleBatch | None) -> None:
         """Set the batch that this rank would run next."""
-        self._batch, self._plan = batch, None
+        self._batch, self._plan, self.agreed = batch, None, False
 
     def agree(self, info: Any) -> None:
         """Agree with all ranks on what their batches share, after SGLang has asked for these.
@@ -175,7 +182,7 @@ class ShardedSteps:
                 if reason is NotSharded.PLANS_DIFFER:
                     self._plans_differ()
             else:
-                self._plan, self._differed = decided, 0
+                self._plan, self._differed, self.agreed = decided, 0, bool(decided.segments)
                 if not decided.segments and self._member.asks_for_nothing:
                     self._without_vote = STEPS_OF_NOTHING
         if reason is not None:

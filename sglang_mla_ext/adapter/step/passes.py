@@ -76,6 +76,7 @@ class Pass:
         absorbs: a prefill by absorb that may share, with or without a CUDA graph (prefill_graph.py).
         leaves_graph: a prefill that is sooner without its CUDA graph.
         way: of a decode or verify step; set when it begins.
+        graph: label of the CUDA graph that it replays, where there are several of a size (graph_variants.py).
         takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
         mixed: whether it computes new tokens as rows of the decode graph (mixed.py). decoding: in such a pass, and in
             a prefill, so many of its requests, the last ones, decode.
@@ -97,6 +98,7 @@ class Pass:
     absorbs: bool = False
     leaves_graph: bool = False
     way: Way = Way.STOCK
+    graph: str | None = None
     takes_query: bool = False
     mixed: bool = False
     decoding: int = 0

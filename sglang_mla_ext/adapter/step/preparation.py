@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.step.graph_variants import PLAIN
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.steps import Steps
 from sglang_mla_ext.prefix.planner.plan import Plan
@@ -59,11 +61,12 @@ class Preparation:
                 raise RuntimeError("ranks agreed on what another batch shares")
             no_rows = Rows(0, self.tokens_each(kind))
             if in_capture:  # of no batch
-                step = passes.begin(Pass(kind, no_rows))
+                step = passes.begin(Pass(kind, no_rows, graph=installed.captured_graph()))
             else:
                 step.become(kind, no_rows)
         step.way = self._way_without_sharing(step)
         can_share = step.kind is (Kind.VERIFY if self._query_tokens > 1 else Kind.DECODE)
+        can_share &= not (in_graph and step.graph == PLAIN)
         shares = False
         if can_share and (step.sharded is not None or forward_batch.batch_size in self._requests):
             shares = self._write_plan(step, forward_batch, needed=in_graph)

@@ -14,6 +14,7 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.failure import guarded
 from sglang_mla_ext.adapter.step.admission import Admission
+from sglang_mla_ext.adapter.step.graph_variants import GraphVariants
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.reasons import Fallback
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
     from sglang_mla_ext.adapter.step.backend import HybridMLABackend
     from sglang_mla_ext.adapter.step.steps import Steps
@@ -142,6 +144,12 @@ class Session:
         elif step.as_rows is not None:
             new_tokens = step.rows.total - step.decoding
             self.steps.counters.count_mixed(step.plan, step.rows.requests, step.decoding, new_tokens)
+
+    def before_capture(self, runner: DecodeCudaGraphRunner) -> None:
+        """`DecodeCudaGraphRunner.capture`: the graphs of the model, or of its draft."""
+        sharded = self.steps.sharded
+        if sharded is not None and sharded.plain_graphs and not runner.model_runner.is_draft_worker:
+            GraphVariants(lambda: sharded.agreed).install(runner)
 
     # ---- what is to be forgotten
 

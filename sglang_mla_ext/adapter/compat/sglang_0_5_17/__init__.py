@@ -37,6 +37,7 @@ class Release0517(Arguments0517):
         polls_nixl: whether a decode server asks NIXL for messages, which moves data along without a thread of NIXL's
             own.
         shares_in_prefill_graphs: whether prefill graphs call the backend between their segments (prefill_graph.py).
+        has_graph_variants: whether it captures decode graphs of several kinds for each size (graph_variants.py).
     """
 
     CHANGES: ClassVar[Changes] = Changes(
@@ -46,6 +47,7 @@ class Release0517(Arguments0517):
     ends_weight_updates: ClassVar[bool] = False
     polls_nixl: ClassVar[bool] = True
     shares_in_prefill_graphs: ClassVar[bool] = False
+    has_graph_variants: ClassVar[bool] = False
 
     def row_of_request(self, req: Any) -> int:
         """Return a running request's row in the table of slots."""
@@ -64,6 +66,10 @@ class Release0517(Arguments0517):
         from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
         return flash_mla_with_kvcache, get_mla_metadata
+
+    def captured_graph(self) -> str | None:
+        """Return the label of the decode graph that is captured, where there are several of a size."""
+        return None
 
     def prefill_graph_rows(self, args: ServerArgs) -> int:
         """Return the most new tokens of a prefill pass in a CUDA graph, 0 where there are no such graphs. Without a

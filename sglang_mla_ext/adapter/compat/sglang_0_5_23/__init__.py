@@ -36,6 +36,7 @@ class Release0523(Arguments0523, Release0517):
     # asks NIXL for nothing: without NIXL's thread no transfer ended in 300 s.
     polls_nixl = False
     shares_in_prefill_graphs = True
+    has_graph_variants = True
 
     def row_of_request(self, req: Any) -> int:
         return int(req.kv.req_pool_idx)
@@ -52,6 +53,12 @@ class Release0523(Arguments0523, Release0517):
         from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
         return flash_mla_with_kvcache, get_mla_metadata
+
+    def captured_graph(self) -> str | None:
+        from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
+
+        label: str | None = get_capture_attention_variant()
+        return label
 
     def prefill_graph_rows(self, args: ServerArgs) -> int:
         if args.device == "cpu":

@@ -95,6 +95,14 @@ USES = {
             mem_cache.kv_index_translator.KVIndexTranslator: own_plan(self, forward_batch)
             mem_cache.kv_loc_plan.KVLocPlan: bind(self, batch, reader)
     """,
+    Feature.SHARDED: """
+        decode graphs without the exchange
+            model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner:
+                capture(self) attention_graph_variants model_runner
+                _resolve_attention_variant(self, forward_batch, capture_batch_size)
+            layers.attention.graph_variants.AttentionGraphVariants: select(self, forward_batch) capture_labels
+            model_executor.runner_utils.capture_mode: get_capture_attention_variant()
+    """,
     Feature.STATUS: """
         which rank it is of: runtime_context: get_parallel()
     """,

@@ -189,6 +189,7 @@ class Rank:
         self.sharded.agree(info)
         plan = self.sharded.shared_plan()
         self.sharded.expand(torch.arange(len(reqs)) + 1)
+        assert self.sharded.agreed == (plan is not None), "until the next batch comes"
         return plan
 
 

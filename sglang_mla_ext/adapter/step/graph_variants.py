@@ -1,0 +1,56 @@
+"""Decode graphs with shared attention and without, for steps that share nothing.
+
+SGLang 0.5.23 captures a graph of each size for each of its attention variants, and asks before a step which one to
+replay (layers/attention/graph_variants.py). A plain graph is SGLang's own decode attention, or ours over an FP8 cache.
+
+Taken where shared attention costs much although nothing is shared: an exchange of sharded prefixes by NCCL, which is in
+every graph that has it, 43 to 143 us a layer on H200s. Ranks exchange alike, so they replay what they agreed on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from sglang_mla_ext.adapter.step.passes import passes
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+PLAIN, SHARED = "plain", "shared"
+
+logger = logging.getLogger(__name__)
+
+
+class GraphVariants:
+    """The graphs of each size; the interface is SGLang's AttentionGraphVariants.
+
+    Attributes:
+        capture_labels: in the order of capture. The later one takes more memory, of a pool that both have in common.
+    """
+
+    capture_labels: ClassVar[tuple[str, str]] = (PLAIN, SHARED)
+
+    def __init__(self, shares: Callable[[], bool]) -> None:
+        """
+        Args:
+            shares: whether the pass that begins shares anything; the same on all ranks.
+        """
+        self._shares = shares
+
+    def install(self, runner: DecodeCudaGraphRunner) -> None:
+        """Have a runner capture all graphs; called before it does."""
+        runner.attention_graph_variants = self
+        logger.info(
+            "hybrid_mla: decode graphs are captured with the exchange between ranks and without, which takes twice the "
+            "time: steps that share nothing do not wait for it"
+        )
+
+    def select(self, forward_batch: ForwardBatch) -> str:
+        """Return the label of the graph that a step replays, the same whenever SGLang asks."""
+        step = passes.now
+        if step.graph is None:
+            step.graph = SHARED if self._shares() else PLAIN
+        return step.graph

@@ -1,0 +1,89 @@
+"""Decode graphs with shared attention and without, captured and selected as SGLang 0.5.23 does with its variants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from decode_world import Graph, World, plan_pass
+
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.step.graph_variants import PLAIN, SHARED, GraphVariants
+from sglang_mla_ext.adapter.step.passes import Kind, Pass, Way, passes
+from sglang_mla_ext.adapter.step.session import Session
+
+BOUND = {False: 1e-5, True: 5e-2}
+
+
+class Graphs:
+    """Both graphs of a size. A step shares what its plan does."""
+
+    def __init__(self, world: World, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._world, self._graphs = world, {}
+        for label in GraphVariants.capture_labels:
+            monkeypatch.setattr(installed, "captured_graph", lambda label=label: label, raising=False)
+            self._graphs[label] = Graph(world, size)
+            assert (passes.now.way is Way.SHARED) == (label == SHARED)
+        monkeypatch.delattr(installed, "captured_graph")
+        self._variants = GraphVariants(lambda: bool(passes.now.plan.segments))
+
+    def step(self, requests: Sequence[Any]) -> tuple[str, float]:
+        """Which graph was replayed, and the largest relative error of its rows."""
+        plan_pass(self._world.steps, self._world.mode, requests, requests)
+        label = self._variants.select(None)
+        return label, self._graphs[label].step(requests)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+def test_a_step_that_shares_nothing_replays_a_plain_graph(
+    make_world: Any, monkeypatch: pytest.MonkeyPatch, fp8: bool
+) -> None:
+    """And what the other graph needs is there when it comes again."""
+    world = make_world(fp8=fp8)
+    world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
+    alone = [world.start(text, own) for text, own in (("r", 30), ("st", 3))]
+    together = [world.start("abcdef", own) for own in (5, 64, 70)]
+    graphs = Graphs(world, 8, monkeypatch)
+    graphs.step(together)  # expands
+    for requests, expected in ((together, SHARED), (alone, PLAIN), ([*together, *alone], SHARED), (alone[:1], PLAIN)):
+        label, error = graphs.step(requests)
+        assert label == expected and error < BOUND[fp8]
+    assert not world.steps.counters.fallbacks
+
+
+def test_one_answer_for_a_pass() -> None:
+    """SGLang may ask twice; a plan that could not be written does not change the graph."""
+    shares = [False, True]
+    variants = GraphVariants(shares.pop)
+    passes.begin(Pass(Kind.DECODE))
+    assert [variants.select(None), variants.select(None)] == [SHARED, SHARED] and shares == [False]
+    passes.now.share_nothing()
+    assert variants.select(None) == SHARED
+    passes.end()
+    assert variants.select(None) == PLAIN
+    passes.end()
+
+
+@pytest.mark.parametrize(
+    ("sharded", "draft", "variants"),
+    [
+        (None, False, False),
+        (SimpleNamespace(plain_graphs=False, agreed=True), False, False),
+        (SimpleNamespace(plain_graphs=True, agreed=True), True, False),
+        (SimpleNamespace(plain_graphs=True, agreed=True), False, True),
+    ],
+)
+def test_which_graphs_come_twice(sharded: Any, draft: bool, variants: bool) -> None:
+    session: Any = SimpleNamespace(steps=SimpleNamespace(sharded=sharded))
+    runner: Any = SimpleNamespace(model_runner=SimpleNamespace(is_draft_worker=draft), attention_graph_variants=None)
+    Session.before_capture(session, runner)
+    assert (runner.attention_graph_variants is not None) == variants
+    if variants:
+        passes.end()
+        assert runner.attention_graph_variants.select(None) == SHARED
+        passes.end()
+        sharded.agreed = False
+        assert runner.attention_graph_variants.select(None) == PLAIN
+        passes.end()
