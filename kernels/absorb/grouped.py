@@ -161,9 +161,8 @@ class GroupedAbsorb(ABC):
             if any(request >= requests for request in segment.rows):
                 raise ValueError(f"a segment has requests beyond the {requests} of the step")
         first_pages = [(self._max_requests + index) * self._table.stride(0) for index in range(len(segments))]
-        # A launch of their own for tails leaves all programs to the segments.
-        beside = tail_tokens if self._tail_work is self._work else 0
-        work = build_segment_work(segments, first_pages, self._capacity, beside)
+        tails_in_list = tail_tokens if self._tail_work is self._work else 0  # otherwise they have a launch of their own
+        work = build_segment_work(segments, first_pages, self._capacity, tails_in_list)
         self._stage(self._work, work.head)
         self._stage(self._work[self._capacity.segment_strips :], work.strips)
         self._stage(self._segment_partials.buffer, work.table.buffer)

@@ -75,9 +75,9 @@ class LatentSizes:
 class LatentAttention(Protocol):
     """Attention of a decode or verify step's rows to what is not expanded.
 
-        latent.allocate()                                    # once; then grouped_page, workspace_bytes
-        latent.plan(segments, tail_starts, units, tokens)    # when one of the first three changes
-        latent.begin_step(batch, sharing=True, uncounted=0)  # before every step
+        latent.allocate()                                       # once; then grouped_page, workspace_bytes
+        latent.plan(segments, tail_starts, units, tail_tokens)  # when one of the first three changes
+        latent.begin_step(batch, sharing=True, uncounted=0)     # before every step
         for layer in layers:
             out, lse = latent.run(layer_id, q_absorbed, q_rope, softmax_scale)
 
