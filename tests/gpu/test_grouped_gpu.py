@@ -135,7 +135,8 @@ class Problem:
         tail_starts = torch.zeros(self.case.rows + SPARE_ROWS, dtype=torch.int32)
         for group in groups:
             tail_starts[list(group.rows)] = group.end
-        grouped.plan(groups, self.case.rows)
+        tail_tokens = self.seq_lens.cpu() - tail_starts[: self.case.rows]
+        grouped.plan(groups, self.case.rows, int(tail_tokens.sum()))
         grouped.begin_step(self.req_to_token, self.pool_indices, self.seq_lens, tail_starts.to(DEVICE))
 
     def run(self, grouped: Any) -> tuple[torch.Tensor, torch.Tensor]:
