@@ -106,6 +106,34 @@ def scenario_all_that_is_allocated_is_inside_the_budget() -> None:
     assert server.steps.reports.report()["budget_bytes"] == process.budget_bytes == BUDGET
 
 
+# ---- graphs
+
+
+def scenario_decode_graphs_come_with_nccls_exchange_and_without() -> None:
+    """The model's, not its draft's; a step replays what its ranks agreed on."""
+    if OLDEST:
+        return
+    server = Server()
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    from sglang_mla_ext.adapter.step.passes import passes
+
+    def variants(draft: bool = False) -> Any:
+        runner: Any = object.__new__(DecodeCudaGraphRunner)
+        runner.model_runner, runner.attention_graph_variants = SimpleNamespace(is_draft_worker=draft), None
+        return runner.capture()
+
+    assert variants() is None
+    server.steps.sharded = SimpleNamespace(plain_graphs=False, agreed=True)
+    assert variants() is None
+    server.steps.sharded.plain_graphs = True
+    assert variants(draft=True) is None
+    found = variants()
+    for server.steps.sharded.agreed, label in ((True, "shared"), (False, "plain")):
+        passes.end()
+        assert found.select(None) == label and label in found.capture_labels
+
+
 # ---- the backend's factory
 
 

@@ -341,6 +341,7 @@ def replace_bodies() -> None:
     from sglang.srt.model_executor import cuda_graph_buffer_registry, forward_batch_info
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.runner import base_cuda_graph_runner
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
     from sglang.srt.model_executor.runner.eager_runner import EagerRunner
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 
@@ -397,6 +398,7 @@ def replace_bodies() -> None:
     CommonKVManager.__init__ = init_kv_manager
     parallel_state.get_attn_tp_group = lambda: SimpleNamespace(world_size=1)
     EagerRunner.execute = lambda self, forward_batch, pp_proxy_tensors=None: self.run(forward_batch)
+    DecodeCudaGraphRunner.capture = lambda self: self.attention_graph_variants
     PrefillCudaGraphRunner.execute = lambda self, forward_batch, **kwargs: self.run(forward_batch)
     ModelRunner.forward = lambda self, batch: self._forward_raw(batch) if hasattr(self, "run") else "SGLang's output"
     ModelRunner._forward_raw = lambda self, batch: self.run(batch)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_mla_ext.adapter.step.passes import passes
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 PLAIN, SHARED = "plain", "shared"
 
@@ -40,8 +39,8 @@ class GraphVariants:
         """
         self._shares = shares
 
-    def install(self, runner: DecodeCudaGraphRunner) -> None:
-        """Have a runner capture all graphs; called before it does."""
+    def install(self, runner: Any) -> None:
+        """Have a DecodeCudaGraphRunner of SGLang's capture all graphs; called before it does."""
         runner.attention_graph_variants = self
         logger.info(
             "hybrid_mla: decode graphs are captured with the exchange between ranks and without, which takes twice the "

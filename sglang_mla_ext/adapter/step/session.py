@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
     from sglang_mla_ext.adapter.step.backend import HybridMLABackend
     from sglang_mla_ext.adapter.step.steps import Steps
@@ -145,7 +144,7 @@ class Session:
             new_tokens = step.rows.total - step.decoding
             self.steps.counters.count_mixed(step.plan, step.rows.requests, step.decoding, new_tokens)
 
-    def before_capture(self, runner: DecodeCudaGraphRunner) -> None:
+    def before_capture(self, runner: Any) -> None:
         """`DecodeCudaGraphRunner.capture`: the graphs of the model, or of its draft."""
         sharded = self.steps.sharded
         if sharded is not None and sharded.plain_graphs and not runner.model_runner.is_draft_worker:

@@ -89,6 +89,7 @@ START_HOOKS = {
     "Scheduler.__init__",
     "base_cuda_graph_runner.get_batch_sizes_to_capture",
     "cuda_graph_buffer_registry.build_eager_registry",
+    *(() if OLDEST else ("DecodeCudaGraphRunner.capture",)),
 }
 """They may end a launch: a server that does not do what it was told to would lie."""
 

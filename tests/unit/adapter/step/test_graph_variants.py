@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from decode_world import Graph, World, plan_pass
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.step.graph_variants import PLAIN, SHARED, GraphVariants
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, Way, passes
-from sglang_mla_ext.adapter.step.session import Session
 
 BOUND = {False: 1e-5, True: 5e-2}
 
@@ -64,26 +62,3 @@ def test_one_answer_for_a_pass() -> None:
     passes.end()
     assert variants.select(None) == PLAIN
     passes.end()
-
-
-@pytest.mark.parametrize(
-    ("sharded", "draft", "variants"),
-    [
-        (None, False, False),
-        (SimpleNamespace(plain_graphs=False, agreed=True), False, False),
-        (SimpleNamespace(plain_graphs=True, agreed=True), True, False),
-        (SimpleNamespace(plain_graphs=True, agreed=True), False, True),
-    ],
-)
-def test_which_graphs_come_twice(sharded: Any, draft: bool, variants: bool) -> None:
-    session: Any = SimpleNamespace(steps=SimpleNamespace(sharded=sharded))
-    runner: Any = SimpleNamespace(model_runner=SimpleNamespace(is_draft_worker=draft), attention_graph_variants=None)
-    Session.before_capture(session, runner)
-    assert (runner.attention_graph_variants is not None) == variants
-    if variants:
-        passes.end()
-        assert runner.attention_graph_variants.select(None) == SHARED
-        passes.end()
-        sharded.agreed = False
-        assert runner.attention_graph_variants.select(None) == PLAIN
-        passes.end()
