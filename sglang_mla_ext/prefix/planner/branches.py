@@ -15,7 +15,7 @@ class Branch(NamedTuple):
 
     Attributes:
         nodes: their handles, from the root down; ends: `[nodes]` tokens from the root to the end of each.
-        start, end: tokens before and behind them.
+        start: tokens before them.
         parent: index of the branch above, -1 for none; before this one.
         rows: of all these requests, as a gain counts them: one of each, or one for each new token of a mixed step.
         requests: how many.
@@ -24,10 +24,14 @@ class Branch(NamedTuple):
     nodes: list[Hashable]
     ends: list[int]
     start: int
-    end: int
     parent: int
     rows: int
     requests: int
+
+    @property
+    def end(self) -> int:
+        """Return the tokens up to the end of its last node."""
+        return self.ends[-1]
 
 
 class Part(NamedTuple):
@@ -73,12 +77,11 @@ class Branches:
                 branch = self._branches[above]
                 branch.nodes.append(nodes[node])
                 branch.ends.append(end)
-                self._branches[above] = branch._replace(end=end)
                 branch_of[node] = above
                 continue
             branch_of[node] = len(self._branches)
             start = ends[parent] if parent >= 0 else 0
-            self._branches.append(Branch([nodes[node]], [end], start, end, above, row_count, count))
+            self._branches.append(Branch([nodes[node]], [end], start, above, row_count, count))
         self.requests = len(tree.deepest)
         self.tokens = sum(branch.end - branch.start for branch in self._branches)
         self._last = [branch_of[node] if node >= 0 else -1 for node in tree.deepest]  # of each request
