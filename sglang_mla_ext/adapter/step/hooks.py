@@ -154,16 +154,9 @@ def table() -> list[Hook]:
         gathered = "words of the attention backend in the exchange before a pass"
         hooks.append(Hook(f"{sync}.all_gather", AFTER, ADMISSION, Admission.gathered, Feature.SHARDED, gathered))
         if installed.has_graph_variants:
-            hooks.append(
-                Hook(
-                    f"{runner}.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",
-                    BEFORE,
-                    SESSION,
-                    Session.before_capture,
-                    Feature.SHARDED,
-                    "variants of a backend's own",
-                )
-            )
+            capture = f"{runner}.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture"
+            own = "graph variants of the attention backend's own"
+            hooks.append(Hook(capture, BEFORE, SESSION, Session.before_capture, Feature.SHARDED, own))
     if stubs.needed():
         from sglang_mla_ext.adapter.stock.torch_native import after_support_triton
 
