@@ -10,6 +10,8 @@ import json
 import random
 import sys
 
+from engine_logprobs import PREFILL_GRAPHS
+
 
 def main() -> None:
     import sglang
@@ -24,7 +26,7 @@ def main() -> None:
         page_size=64,
         max_total_tokens=at_a_time * (prefix_tokens + 2700),
         max_running_requests=at_a_time,
-        cuda_graph_bs_prefill=[16, 128, 1024, 8192],  # SGLang's many sizes take most of a start
+        cuda_graph_bs_prefill=PREFILL_GRAPHS,
         log_level="warning",
         **json.loads(sys.argv[7]),
     )

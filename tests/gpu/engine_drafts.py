@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from engine_logprobs import PREFILL_GRAPHS
+
 MODEL = Path(__file__).parents[2] / "configs" / "demo_model"
 
 
@@ -26,7 +28,7 @@ def main() -> None:
         model_path=str(MODEL),
         max_running_requests=2,
         log_level="warning",
-        cuda_graph_bs_prefill=[16, 128, 1024, 8192],  # SGLang's many sizes take most of a start
+        cuda_graph_bs_prefill=PREFILL_GRAPHS,
         **json.loads(sys.argv[2]),
     )
     asked = [questions[at % len(questions) :] + questions for at in range(24)]

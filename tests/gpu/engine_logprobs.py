@@ -17,6 +17,9 @@ import random
 import sys
 from typing import Any
 
+PREFILL_GRAPHS = [16, 128, 1024, 8192]
+"""New tokens of the prefill graphs that engines of tests capture. SGLang's own 60 sizes take half of a start."""
+
 
 async def in_turn(engine, requests: list[list[int]], arguments: dict) -> tuple[list[dict], bool]:
     """Answers, and whether the second rank's first token came while the first rank's requests were decoding."""
@@ -47,7 +50,7 @@ def main() -> None:
     prefix_tokens, batch, new_tokens = map(int, sys.argv[4:7])
     # Room for every request's whole prompt, and no more, so that several engines can run beside each other.
     defaults: dict[str, Any] = {"max_total_tokens": batch * (prefix_tokens + 2700), "log_level": "warning"}
-    defaults["cuda_graph_bs_prefill"] = [16, 128, 1024, 8192]  # SGLang's many sizes take most of a start
+    defaults["cuda_graph_bs_prefill"] = PREFILL_GRAPHS
     if backend == "flashmla":
         defaults["page_size"] = 64
     arguments = defaults | json.loads(sys.argv[7])
