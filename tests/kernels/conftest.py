@@ -25,15 +25,20 @@ def _bind_to_interpreter() -> None:
         from triton.runtime import interpreter
 
         from sglang_mla_ext.kernels import dispatch, merge  # noqa: F401 - nearly all of them
+        from sglang_mla_ext.kernels.absorb import tail_schedule, triton_fp8_absorb
         from sglang_mla_ext.kernels.naive import merge_ranks, merge_to_ranks, push_to_ranks, signals  # noqa: F401
         from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
-        from sglang_mla_ext.kernels.storage import expand_prefix  # noqa: F401
+        from sglang_mla_ext.kernels.storage import append_latent, expand_prefix
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]
         else:
             os.environ["TRITON_INTERPRET"] = before
-    for function in (tl.max, naive_prefix.naive_prefix_kernel, merge.merge_kernel):
+    ours = (
+        *(naive_prefix.naive_prefix_kernel, merge.merge_kernel, tail_schedule.schedule_tails_kernel),
+        *(triton_fp8_absorb.absorb_fp8_kernel, append_latent.append_latent_kernel, expand_prefix.expand_prefix_kernel),
+    )
+    for function in (tl.max, *ours):
         if not isinstance(function, interpreter.InterpretedFunction):
             raise RuntimeError(
                 "Triton was imported before tests/kernels/conftest.py could set TRITON_INTERPRET=1; "

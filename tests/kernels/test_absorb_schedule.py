@@ -150,6 +150,15 @@ class Work:
     def blocks(self, items: np.ndarray) -> np.ndarray:
         return -(-(items[:, ITEM_END] - items[:, ITEM_BEGIN]) // BLOCK_KEYS)
 
+    @property
+    def loads(self) -> tuple[list[int], np.ndarray]:
+        """Cost of each program's items in blocks, that of starting them included: of segments, and of all."""
+        n_segments, programs = len(self.segment_work.items), self.capacity.programs
+        cost = self.blocks(self.items) + ITEM_BLOCKS
+        of_segments = [int(cost[program:n_segments:programs].sum()) for program in range(programs)]
+        of_tails = [(self.blocks(own) + ITEM_BLOCKS).sum() for own in self.tails_of_programs]
+        return of_segments, np.add(of_segments, of_tails)
+
 
 @cache
 def work_of(case: Case) -> Work:
@@ -205,13 +214,12 @@ def test_programs_have_even_shares(case: Case) -> None:
     work = work_of(case)
     n_segments = len(work.segment_work.items)
     cost = work.blocks(work.items) + ITEM_BLOCKS
-    of_segments = [cost[program : n_segments : case.programs].sum() for program in range(case.programs)]
+    of_segments, load = work.loads
     assert work.array[int(PROGRAM_RANGES) + 2 * case.programs :][: case.programs].tolist() == of_segments
     if n_segments:
         assert max(of_segments) - min(of_segments) <= cost[:n_segments].max() + -(-n_segments // case.programs)
     tails = work.tails_of_programs
     assert sorted(item for own in tails for item in own.tolist()) == sorted(work.items[n_segments:].tolist())
-    load = np.add(of_segments, [(work.blocks(own) + ITEM_BLOCKS).sum() for own in tails])
     share = load.sum() / (case.programs // work.capacity.row_tiles * work.capacity.row_tiles)
     most = max(share, max(of_segments)) + 2 * ITEM_BLOCKS + MIN_BLOCKS
     assert load.max() <= max(most * 17 / 16, MIN_BLOCKS + ITEM_BLOCKS)
@@ -277,17 +285,14 @@ def test_segments_are_cut_where_there_are_too_few_tiles() -> None:
 def test_segments_are_cut_less_often_beside_long_tails(
     rows: int, prefix: int, tail: int, queries: int, fewer: int
 ) -> None:
-    """By such a factor; and no program ends later than with segments over all of them."""
+    """Compare with segments that are cut for all programs: fewer pieces, and no program ends later."""
     tails = tuple(tail + 61 * row for row in range(rows))
     alone, beside = (
         Work(Case(16, ((rows, prefix),), tails, queries=queries, knows_tails=known)) for known in (False, True)
     )
     of_row = [int(work.segment_work.table.counts.max()) for work in (alone, beside)]
     assert of_row[1] * fewer <= of_row[0]
-    ends = []
-    for work in (alone, beside):
-        of_programs = [[*work.segment_work.items[p::132], *own] for p, own in enumerate(work.tails_of_programs)]
-        ends.append(max(sum(work.blocks(item[None])[0] + ITEM_BLOCKS for item in own) for own in of_programs))
+    ends = [work.loads[1].max() for work in (alone, beside)]
     assert ends[1] <= ends[0]
 
 

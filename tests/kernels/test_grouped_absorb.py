@@ -167,7 +167,7 @@ def nested_segments() -> Segments:
 @pytest.mark.parametrize("tail_tokens", [0, 1 << 20], ids=["not known", "too many"])
 @pytest.mark.parametrize("heads", [3, 12, 32])
 def test_every_row_attends_to_its_prefix_and_its_tail(heads: int, tail_tokens: int) -> None:
-    """Whatever the plan takes tails for."""
+    """The lengths of tails that a plan assumes change nothing."""
     problem = Problem(heads, odd_segments(), rows=30)
     grouped = make(heads)
     grouped.plan(problem.segments, 30, tail_tokens)
