@@ -36,8 +36,8 @@ def choose_splits(
 
     Args:
         sizes, items, blocks: `[groups]`: rows, items of one split (heads x row tiles) and key blocks of each group.
-        keys_behind: of other items, which programs take once they have no more of these, so that all end together.
-            Where they are many, few programs have items of these groups, and long ones.
+        keys_behind: keys of other items, which programs take after these so that all end together. With many of them,
+            only a few programs get items of these groups, and these items are long.
     Returns:
         `[groups]`, each between 1 and the group's key blocks; the partial rows are at most `max_partial_rows`.
     """

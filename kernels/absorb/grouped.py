@@ -140,7 +140,7 @@ class GroupedAbsorb(ABC):
 
         Args:
             segments: their rows are requests, each with all of its query tokens.
-            tail_tokens: of all private tails, about as many as there are; segments are cut less often beside more.
+            tail_tokens: approximate number of tokens of all private tails; the more, the fewer pieces of segments.
         Raises:
             ValueError: a segment does not begin and end with a page, is empty, or has a request that is out of range or
                 in it twice; or there are more requests or segments, or longer ones, than there is room for.

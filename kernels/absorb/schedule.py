@@ -224,7 +224,7 @@ def build_segment_work(
 
     Args:
         first_pages: `[segments]`, the entry of the page table, as a flat array, that holds the page of each `start`.
-        tail_tokens: of all tails in the same list, about as many as there will be.
+        tail_tokens: approximate number of tokens of all tails in the same list.
     Raises:
         ValueError: a segment is empty or has no keys; a row is out of range or twice in one segment; the segments have
             more rows, or need more partials, than there is room for.

@@ -110,7 +110,7 @@ def scenario_all_that_is_allocated_is_inside_the_budget() -> None:
 
 
 def scenario_decode_graphs_come_with_nccls_exchange_and_without() -> None:
-    """The model's, not its draft's; a step replays what its ranks agreed on."""
+    """Graphs of the model are captured twice, those of its draft once; a step replays what the ranks agreed on."""
     if OLDEST:
         return
     server = Server()

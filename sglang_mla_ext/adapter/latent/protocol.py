@@ -122,7 +122,7 @@ class LatentAttention(Protocol):
             segments: of grouped absorb; their rows are units.
             tail_starts: `[<= units]` tokens before each unit's private tail, whole pages; units behind the last one
                 have none. They cover what is attended to elsewhere, too.
-            tail_tokens: of all tails, about as many as there are; 0 if that is not known.
+            tail_tokens: approximate number of tokens of all tails; 0 if it is not known.
         """
         ...
 

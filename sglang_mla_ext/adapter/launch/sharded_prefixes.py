@@ -95,7 +95,7 @@ class Ranks:
 
     @property
     def plain_graphs(self) -> bool:
-        """Return whether decode graphs without the exchange are captured, too, where it costs much in each."""
+        """Return whether decode graphs are also captured without the exchange, which is expensive by NCCL."""
         return installed.has_graph_variants and not self.by_stores
 
 

@@ -101,7 +101,7 @@ class ShardedSteps:
     """Votes of one scheduler's rank on what each pass shares, and the plans that they result in.
 
     Attributes:
-        plain_graphs: whether decode graphs without the exchange are captured, too.
+        plain_graphs: whether decode graphs are also captured without the exchange.
         agreed: whether ranks share something in the pass that comes, or runs; the same on all of them.
     """
 

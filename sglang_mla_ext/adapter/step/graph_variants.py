@@ -3,8 +3,8 @@
 SGLang 0.5.23 captures a graph of each size for each of its attention variants, and asks before a step which one to
 replay (layers/attention/graph_variants.py). A plain graph is SGLang's own decode attention, or ours over an FP8 cache.
 
-Taken where shared attention costs much although nothing is shared: an exchange of sharded prefixes by NCCL, which is in
-every graph that has it, 43 to 143 us a layer on H200s. Ranks exchange alike, so they replay what they agreed on.
+Used where shared attention is expensive even if nothing is shared: an exchange of sharded prefixes by NCCL takes 43 to
+143 us a layer on H200s in each replay of a graph that contains it. All ranks must replay the same variant.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class GraphVariants:
         """Have a DecodeCudaGraphRunner of SGLang's capture all graphs; called before it does."""
         runner.attention_graph_variants = self
         logger.info(
-            "hybrid_mla: decode graphs are captured with the exchange between ranks and without, which takes twice the "
-            "time: steps that share nothing do not wait for it"
+            "hybrid_mla: each decode graph is captured with and without the exchange between ranks, which doubles the "
+            "time of capture; steps that share nothing replay the one without it"
         )
 
     def select(self, forward_batch: ForwardBatch) -> str:

@@ -16,7 +16,7 @@ BOUND = {False: 1e-5, True: 5e-2}
 
 
 class Graphs:
-    """Both graphs of a size. A step shares what its plan does."""
+    """Both graphs of one size. A step shares what its plan says."""
 
     def __init__(self, world: World, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self._world, self._graphs = world, {}
@@ -28,7 +28,7 @@ class Graphs:
         self._variants = GraphVariants(lambda: bool(passes.now.plan.segments))
 
     def step(self, requests: Sequence[Any]) -> tuple[str, float]:
-        """Which graph was replayed, and the largest relative error of its rows."""
+        """Return which graph was replayed, and the largest relative error of its rows."""
         plan_pass(self._world.steps, self._world.mode, requests, requests)
         label = self._variants.select(None)
         return label, self._graphs[label].step(requests)
@@ -38,7 +38,7 @@ class Graphs:
 def test_a_step_that_shares_nothing_replays_a_plain_graph(
     make_world: Any, monkeypatch: pytest.MonkeyPatch, fp8: bool
 ) -> None:
-    """And what the other graph needs is there when it comes again."""
+    """State that the other graph needs is still there when it comes again."""
     world = make_world(fp8=fp8)
     world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
     alone = [world.start(text, own) for text, own in (("r", 30), ("st", 3))]
