@@ -21,6 +21,7 @@ from doubles import (
     MIB,
     PAGE,
     RANK,
+    PlainBackend,
     StockBackend,
     TorchAbsorbFP8,
     TorchGrouped,
@@ -218,9 +219,11 @@ class World:
         if self.fp8:
             self._monkeypatch.setattr(module, "make_absorb_fp8", TorchAbsorbFP8)
         self.stock = StockBackend(self.pool, self.req_to_token, self.queries)
+        self.plain = PlainBackend(self.pool, self.req_to_token, self.queries)
         stock = SimpleNamespace(
             backend=self.stock,
             decodes=not self.fp8,
+            plain=None if self.fp8 else self.plain,
             extend=lambda *args: args,
             affordable=lambda prefix_lens: 0,
             can_finish=lambda prefix_lens, covered: True,

@@ -245,7 +245,7 @@ class StockBackend:
         return self._attend(q, k, layer, save_kv_cache, self._queries)
 
     def _attend(self, q: Tensor, k: Any, layer: Any, save_kv_cache: bool, queries: int) -> Tensor:
-        assert k is None and not save_kv_cache
+        assert k is None and not save_kv_cache, "its rows are written already"
         q = q.view(len(q), HEADS, RANK + DR)
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
         outs = []
@@ -256,3 +256,20 @@ class StockBackend:
             parts = query[None, :, :RANK], query[None, :, RANK:]
             outs.append(reference.absorb(*parts, rows[slots][None], length[None], layer.scaling)[0])
         return torch.cat(outs).to(q.dtype).flatten(1)
+
+
+class PlainBackend(StockBackend):
+    """SGLang's FlashAttention-3 backend in decode graphs without sharing: it takes queries in two parts."""
+
+    @opaque
+    def forward_decode(
+        self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool, q_rope: Tensor
+    ) -> Tensor:
+        return self._attend(torch.cat([q, q_rope], dim=-1), k, layer, save_kv_cache, 1)
+
+    @opaque
+    def forward_extend(
+        self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool, q_rope: Tensor
+    ) -> Tensor:
+        """Of a verify step."""
+        return self._attend(torch.cat([q, q_rope], dim=-1), k, layer, save_kv_cache, self._queries)

@@ -109,14 +109,17 @@ def scenario_all_that_is_allocated_is_inside_the_budget() -> None:
 # ---- graphs
 
 
-def scenario_decode_graphs_come_with_nccls_exchange_and_without() -> None:
-    """Graphs of the model are captured twice, those of its draft once; a step replays what the ranks agreed on."""
+def scenario_decode_graphs_are_captured_with_sharing_and_without() -> None:
+    """Graphs of the model are captured twice, those of its draft once. A step replays what it shares for, or what the
+    ranks agreed on."""
     if OLDEST:
         return
     server = Server()
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-    from sglang_mla_ext.adapter.step.passes import passes
+    from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
+    from sglang_mla_ext.prefix.planner.plan import Plan
+    from sglang_mla_ext.segment import Mode, Segment
 
     def variants(draft: bool = False) -> Any:
         runner: Any = object.__new__(DecodeCudaGraphRunner)
@@ -124,14 +127,18 @@ def scenario_decode_graphs_come_with_nccls_exchange_and_without() -> None:
         return runner.capture()
 
     assert variants() is None
-    server.steps.sharded = SimpleNamespace(plain_graphs=False, agreed=True)
-    assert variants() is None
-    server.steps.sharded.plain_graphs = True
+    server.steps.plain_graphs = True
     assert variants(draft=True) is None
     found = variants()
-    for server.steps.sharded.agreed, label in ((True, "shared"), (False, "plain")):
-        passes.end()
+    groups = Plan(2, (Segment((0, 1), 0, 64, Mode.NAIVE, (0,)),))
+    for plan, label in ((Plan(2), "plain"), (groups, "shared")):
+        passes.begin(Pass(Kind.DECODE, plan=plan))
         assert found.select(None) == label and label in found.capture_labels
+    for agreed, label in ((True, "shared"), (False, "plain")):
+        server.steps.sharded = SimpleNamespace(agreed=agreed)
+        passes.begin(Pass(Kind.DECODE, plan=Plan(2) if agreed else groups))
+        assert found.select(None) == label
+    passes.end()
 
 
 # ---- the backend's factory
@@ -158,7 +165,8 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
     from sglang_mla_ext.adapter.build import assemble
     from sglang_mla_ext.adapter.step.session import process
 
-    built, steps, rule = [], SimpleNamespace(sharded=None), SimpleNamespace(tokens=0, query_tokens=1)
+    built, rule = [], SimpleNamespace(tokens=0, query_tokens=1)
+    steps = SimpleNamespace(sharded=None, plain_graphs=False)
     process.scheduler = SimpleNamespace()
 
     def record(runner: Any, options: Any, budget_bytes: int, memory: Any) -> tuple[str, Any, Any]:

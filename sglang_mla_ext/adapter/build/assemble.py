@@ -14,6 +14,7 @@ from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.build.expanding import Expanding, make_expanding, taken_beside
 from sglang_mla_ext.adapter.build.prefill import make_prefill_graph, make_prefill_sharing, make_transient_expansion
 from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, make_shadow
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.ranks.ranks import all_ranks_agree, check_alike, drawn_key, rules, tp_group
 from sglang_mla_ext.adapter.ranks.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
@@ -83,6 +84,10 @@ def build(
     steps = make_steps(context, prefixes, expanding, latent, prefill, description)
     if make_sharded is not None:
         steps.sharded = make_sharded(requests=sharing, can_share=steps.can_share, fail=steps.fail)
+    exchanges_always = make_sharded is not None and not server.ranks.by_stores
+    steps.plain_graphs = (
+        installed.has_graph_variants and bool(sharing) and (stock.plain is not None or exchanges_always)
+    )
     backend = HybridMLABackend(
         stock,
         latent,
@@ -161,7 +166,6 @@ def make_sharing(
         chunk_tokens=CHUNK_TOKENS,
         gather=gather_over(tp_group()),
         query_tokens=context.server.query_tokens,
-        plain_graphs=context.server.ranks.plain_graphs,
     )
     return sharing, make_sharded
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
@@ -19,7 +19,6 @@ from sglang_mla_ext.adapter.launch.resolved import asked_for
 from sglang_mla_ext.adapter.ranks.ranks import sharding_in_reach
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.layer import accept_query_parts
-from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.session import Session, process
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.memory import Memory
@@ -81,8 +80,12 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     backend, steps, rule = build(runner, options, process.budget_bytes, memory)
     if steps.sharded is not None:
         assert_installed([Feature.SHARDED, Feature.MIXED])
+    if steps.plain_graphs:
+        steps.plain_graphs = _has([Feature.GRAPH_VARIANTS])
     if rule.tokens:
-        _check_mixed(rule, asked=options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk)
+        asked = options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk
+        needed = [Feature.MIXED, *([Feature.PAIRED] if rule.query_tokens > 1 else [])]
+        rule.tokens = rule.tokens if _has(needed, asked=asked) else 0
     if process.scheduler is not None:  # otherwise nobody tells of batches, and every step is plain absorb
         # A second time, the states of linear attention would take their tokens twice.
         repeats = installed.linear_layers(runner.server_args) is None
@@ -92,15 +95,20 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     return backend
 
 
-def _check_mixed(rule: MixedRule, asked: bool) -> None:
-    """Turn mixed steps off where SGLang lacks what they need, unless the user asked for them."""
+def _has(features: Sequence[Feature], asked: bool = False) -> bool:
+    """Return whether SGLang has what features need that a server runs without, and warn if not.
+
+    Raises:
+        ContractError: it has not, and the user asked for them.
+    """
     try:
-        assert_installed([Feature.MIXED, *([Feature.PAIRED] if rule.query_tokens > 1 else [])])
+        assert_installed(features)
     except contract.ContractError as error:
         if asked:
             raise
-        logger.warning("hybrid_mla: no mixed steps: %s", error)
-        rule.tokens = 0
+        logger.warning("hybrid_mla: starts without %s: %s", features[0].value, error)
+        return False
+    return True
 
 
 def around_scheduler_init(original: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:

@@ -28,6 +28,7 @@ class Feature(Enum):
     PAIRED = "mixed steps with drafts"
     PREFILL_GRAPH = "prefill in CUDA graphs"
     SHARDED = "--hybrid-mla-prefix-sharding auto"
+    GRAPH_VARIANTS = "decode graphs without sharing"
     ROUTING = "--hybrid-mla-dp-routing prefix"
     # A server runs without these, whatever it is asked for.
     SMALL_DRAFTS = "drafts of small models"

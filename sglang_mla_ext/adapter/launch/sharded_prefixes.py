@@ -93,11 +93,6 @@ class Ranks:
         """Return whether ranks that shard prefixes exchange by stores into each other's memory, and not by NCCL."""
         return self.options.prefix_sharding != "nccl"
 
-    @property
-    def plain_graphs(self) -> bool:
-        """Return whether decode graphs are also captured without the exchange, which is expensive by NCCL."""
-        return installed.has_graph_variants and not self.by_stores
-
 
 def set_environment(environment: MutableMapping[str, str]) -> None:
     """Keep NCCL, before it starts, from registering the buffers of exchanges that CUDA graphs hold, with which they

@@ -101,7 +101,6 @@ class ShardedSteps:
     """Votes of one scheduler's rank on what each pass shares, and the plans that they result in.
 
     Attributes:
-        plain_graphs: whether decode graphs are also captured without the exchange.
         agreed: whether ranks share something in the pass that comes, or runs; the same on all of them.
     """
 
@@ -118,7 +117,6 @@ class ShardedSteps:
         query_tokens: int,
         can_share: Callable[[], bool],
         fail: Callable[[Fallback, Exception], None],
-        plain_graphs: bool = False,
     ) -> None:
         """
         Args:
@@ -129,7 +127,7 @@ class ShardedSteps:
         """
         self._member, self._names, self._slots, self._chunk_tokens = member, names, slots, chunk_tokens
         self._counters, self._requests, self._query_tokens = counters, requests, query_tokens
-        self._can_share, self._fail, self.plain_graphs = can_share, fail, plain_graphs
+        self._can_share, self._fail = can_share, fail
         self._gather, self._waited_s = gather, 0.0
         self._vote = Vote(member)
         self._batch: ScheduleBatch | None = None

@@ -115,6 +115,8 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if self._stock.decodes or self._query_tokens > 1:  # it has the mask that SGLang writes before a verify step
             self._stock.backend.init_cuda_graph_state(max_bs, max_num_tokens)
+        if self._stock.plain is not None:
+            self._stock.plain.init_cuda_graph_state(max_bs, max_num_tokens)
 
     # ---- before a step
 
@@ -141,12 +143,18 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Prepare a step before its CUDA graph is captured or replayed."""
-        if self.preparation.begin(forward_batch, in_graph=True, in_capture=in_capture).way is Way.STOCK:
-            self._stock.backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        self.preparation.begin(forward_batch, in_graph=True, in_capture=in_capture)
+        if (stock := self._of_step) is not None:
+            stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if passes.now.way is Way.STOCK:
-            self._stock.backend.init_forward_metadata_in_graph(forward_batch)
+        if (stock := self._of_step) is not None:
+            stock.init_forward_metadata_in_graph(forward_batch)
+
+    @property
+    def _of_step(self) -> AttentionBackend | None:
+        """SGLang's backend that the step takes; None where it takes ours."""
+        return {Way.STOCK: self._stock.backend, Way.PLAIN: self._stock.plain}.get(passes.now.way)
 
     # ---- in a layer
 
@@ -175,12 +183,15 @@ class HybridMLABackend(AttentionBackend):  # type: ignore[misc] # SGLang is not 
             self._store(k, v, k_rope, layer, forward_batch)
         # The query is joined after the rows are written: SGLang's kernel for that lets the next launch begin before it
         # ends (see kernels/storage/join_parts.py).
-        if passes.now.way is Way.STOCK:
-            with our_part(Fallback.JOIN_QUERY):
-                q = q if q_rope is None else whole_query(q, q_rope)
-            stock = self._stock.backend
+        if (stock := self._of_step) is not None:
+            parts = {}
+            if passes.now.way is Way.PLAIN:
+                parts = dict(q_rope=q_rope)
+            elif q_rope is not None:
+                with our_part(Fallback.JOIN_QUERY):
+                    q = whole_query(q, q_rope)
             forward = stock.forward_extend if passes.now.kind is Kind.VERIFY else stock.forward_decode
-            out: torch.Tensor = forward(q, None, None, layer, forward_batch, save_kv_cache=False)
+            out: torch.Tensor = forward(q, None, None, layer, forward_batch, save_kv_cache=False, **parts)
             return out
         with our_part(Fallback.ATTENTION):
             return self._attend(q, q_rope, layer)

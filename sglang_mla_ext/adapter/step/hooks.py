@@ -150,13 +150,13 @@ def table() -> list[Hook]:
     # fmt: on
     if installed.ends_weight_updates:
         hooks.append(Hook(f"{weights}.end_weight_update", AFTER, SESSION, Session.weights_change, base, observer))
+    if installed.has_graph_variants:
+        capture = f"{runner}.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture"
+        own = "graph variants of the attention backend's own"
+        hooks.append(Hook(capture, BEFORE, SESSION, Session.before_capture, Feature.GRAPH_VARIANTS, own))
     if HybridMLAOptions.from_env().prefix_sharding != "off":
         gathered = "words of the attention backend in the exchange before a pass"
         hooks.append(Hook(f"{sync}.all_gather", AFTER, ADMISSION, Admission.gathered, Feature.SHARDED, gathered))
-        if installed.has_graph_variants:
-            capture = f"{runner}.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture"
-            own = "graph variants of the attention backend's own"
-            hooks.append(Hook(capture, BEFORE, SESSION, Session.before_capture, Feature.SHARDED, own))
     if stubs.needed():
         from sglang_mla_ext.adapter.stock.torch_native import after_support_triton
 

@@ -57,9 +57,11 @@ class Kind(Enum):
 
 
 class Way(Enum):
-    """Attention that a step uses: SGLang's, ours to all keys of a request, or ours to what is shared and to tails."""
+    """Attention that a step uses: SGLang's, SGLang's of a plain graph (graph_variants.py), ours to all keys of a
+    request, or ours to what is shared and to tails."""
 
     STOCK = "stock"
+    PLAIN = "plain"
     LATENT = "latent"
     SHARED = "shared"
 

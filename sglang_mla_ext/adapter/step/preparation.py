@@ -66,13 +66,16 @@ class Preparation:
                 step.become(kind, no_rows)
         step.way = self._way_without_sharing(step)
         can_share = step.kind is (Kind.VERIFY if self._query_tokens > 1 else Kind.DECODE)
-        can_share &= not (in_graph and step.graph == PLAIN)
+        if in_graph and step.graph == PLAIN:
+            can_share = False
+            if step.way is Way.STOCK and self._stock.plain is not None:
+                step.way = Way.PLAIN
         shares = False
         if can_share and (step.sharded is not None or forward_batch.batch_size in self._requests):
             shares = self._write_plan(step, forward_batch, needed=in_graph)
             if in_graph or shares:
                 step.way = Way.SHARED
-        if step.way is not Way.STOCK:
+        if step.way in (Way.LATENT, Way.SHARED):
             try:
                 self._begin_latent(step, forward_batch)
             except Exception as error:

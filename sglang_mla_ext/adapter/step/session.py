@@ -146,10 +146,8 @@ class Session:
 
     def before_capture(self, runner: Any) -> None:
         """`DecodeCudaGraphRunner.capture`: the graphs of the model, or of its draft."""
-        sharded = self.steps.sharded
-        if sharded is not None and sharded.plain_graphs and not runner.model_runner.is_draft_worker:
-            # Not by this rank's pass: where it could not begin, the other ranks still wait in the exchange.
-            GraphVariants(lambda: sharded.agreed).install(runner)
+        if self.steps.plain_graphs and not runner.model_runner.is_draft_worker:
+            GraphVariants(self.steps.shares_now).install(runner)
 
     # ---- what is to be forgotten
 

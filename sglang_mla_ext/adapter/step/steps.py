@@ -106,6 +106,7 @@ class Steps:
         reports: what it says of itself.
         shadow: None where nothing is checked.
         sharded: None where this rank holds its prefixes alone.
+        plain_graphs: whether decode graphs are also captured without shared attention (graph_variants.py).
         query_tokens: of a request in a step that shares; more than one where drafts are verified.
         pause: forward passes until something is shared again.
     """
@@ -142,6 +143,7 @@ class Steps:
         self._clear_memory: Callable[[], None] | None = None  # still to be called
         self.shadow: ShadowCheck | None = None
         self.sharded: ShardedSteps | None = None
+        self.plain_graphs = False
 
     def attach(self, tree: TreeView) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
@@ -153,6 +155,12 @@ class Steps:
                 self._expander.attach(tree)
         if self._transient is not None:
             self._transient.attach(tree)
+
+    def shares_now(self) -> bool:
+        """Return whether the pass that begins shares anything; the same on all ranks that shard prefixes."""
+        if self.sharded is not None:  # also where this rank's part could not begin: the others wait in the exchange
+            return self.sharded.agreed
+        return bool(passes.now.plan.segments)
 
     def plan_pass(
         self,

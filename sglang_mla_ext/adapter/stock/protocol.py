@@ -41,10 +41,13 @@ class Stock(Protocol):
     Attributes:
         backend: SGLang's.
         decodes: whether it can read the pool, and so decode.
+        plain: SGLang's backend of decode graphs without sharing (graph_variants.py), which are captured where there is
+            one. It takes queries in two parts.
     """
 
     backend: AttentionBackend
     decodes: bool
+    plain: AttentionBackend | None
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool

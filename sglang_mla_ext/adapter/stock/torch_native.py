@@ -19,6 +19,7 @@ from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -64,6 +65,7 @@ class TorchStock:
     def __init__(self, runner: ModelRunner) -> None:
         self.backend = TorchNativeAttnBackend(runner)
         self.decodes = fp8_rows(runner.token_to_kv_pool) is None
+        self.plain: AttentionBackend | None = None
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool

@@ -95,8 +95,16 @@ USES = {
             mem_cache.kv_index_translator.KVIndexTranslator: own_plan(self, forward_batch)
             mem_cache.kv_loc_plan.KVLocPlan: bind(self, batch, reader)
     """,
-    Feature.SHARDED: """
-        decode graphs without the exchange
+    Feature.GRAPH_VARIANTS: """
+        their attention
+            layers.attention.flashattention_backend.FlashAttentionBackend: __init__(self, model_runner)
+                init_cuda_graph_state(self, max_bs, max_num_tokens)
+                init_forward_metadata_out_graph(self, forward_batch, in_capture)
+                init_forward_metadata_in_graph(self, forward_batch)
+                forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope)
+                forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope)
+                flash_attn_with_kvcache device
+        their capture and choice
             model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner:
                 capture(self) attention_graph_variants model_runner
                 _resolve_attention_variant(self, forward_batch, capture_batch_size)

@@ -55,12 +55,9 @@ def test_what_was_as_expected_is_not_compared_again(monkeypatch: pytest.MonkeyPa
 def test_every_server_or_some() -> None:
     """Each feature is of use, and nothing that all servers need is a feature's."""
     of = {use.path: use.feature for use in HERE.uses}
-    newest = (
-        {Feature.PREFILL_GRAPH, Feature.PAIRED}
-        if Version(contract.installed_version() or "0") >= Version("0.5.23")
-        else set()
-    )
-    assert set(of.values()) == set(Feature) - {Feature.PREFILL_GRAPH, Feature.PAIRED} | newest
+    newest = {Feature.PREFILL_GRAPH, Feature.PAIRED, Feature.GRAPH_VARIANTS}
+    is_newest = Version(contract.installed_version() or "0") >= Version("0.5.23")
+    assert set(of.values()) == set(Feature) - (set() if is_newest else newest)
     for name in ("managers.schedule_batch.Req.last_node", "models.deepseek_v2.DeepseekV2AttentionMLA.o_proj"):
         assert of[f"sglang.srt.{name}"] is Feature.BASE
 

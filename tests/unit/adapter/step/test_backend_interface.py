@@ -36,7 +36,7 @@ class Stock:
 def backend_over(stock: Any) -> Any:
     from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 
-    owner = SimpleNamespace(backend=stock, decodes=True)
+    owner = SimpleNamespace(backend=stock, decodes=True, plain=None)
     return HybridMLABackend(owner, None, None, None, layer_index={}, heads=1, requests=range(0))
 
 

@@ -67,6 +67,7 @@ PLAIN_ABSORB = {
     "adapter/step/preparation.py Preparation.begin",
     "adapter/step/preparation.py Preparation.count_rows_as_prefill",
     "adapter/step/preparation.py Preparation._way_without_sharing",
+    "adapter/step/backend.py HybridMLABackend._of_step",
     "adapter/step/backend.py HybridMLABackend._store",
     "adapter/step/backend.py HybridMLABackend._store:",  # its operation
     "adapter/step/layer.py absorbs_prefill",
@@ -129,6 +130,8 @@ ON_A_GPU = {
     "adapter/step/layer.py around_eh_norm": "instead of SGLang's",
     "adapter/prefill/transient.py TransientExpansion._pieces.piece": "before a prefill pass",
     "adapter/ranks/sharded.py gather_over.gather": "a vote, of several ranks",
+    "adapter/stock/flashattention.py PlainBackend.__init__": "start, from 0.5.23 on",
+    "adapter/stock/flashattention.py PlainBackend.init_cuda_graph_state": "start, from 0.5.23 on",
     "adapter/stock/flashmla.py with_rows": "SGLang's prefill, where ranks divide heads and requests",
     "adapter/stock/torch_native.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",
     "adapter/stock/torch_native.py TorchTails.run": "in a layer, from 0.5.23 on",

@@ -207,7 +207,7 @@ def flashmla_stock(pool: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(FlashMLABackend, "init_forward_metadata", metadata)
     stock = object.__new__(FlashMLAStock)
-    stock.backend, stock.decodes = object.__new__(FlashMLABackend), True
+    stock.backend, stock.decodes, stock.plain = object.__new__(FlashMLABackend), True, None
     stock.backend.token_to_kv_pool = pool
     stock.backend.kv_lora_rank, stock.backend.kv_cache_dim, stock.backend.is_fp8_kvcache = RANK, RANK + ROPE, False
     return stock
@@ -300,7 +300,7 @@ def test_a_step_that_is_no_decode_is_the_stock_backends(phase: str) -> None:
     calls: list[Any] = []
     planned = Plan(ROWS, (Segment((0, 1), 0, PAGE, Mode.GROUPED_ABSORB),))
     for decodes in (True, False):
-        backend = compose(SimpleNamespace(backend=Recorded(), decodes=decodes), Latent(), planned)
+        backend = compose(SimpleNamespace(backend=Recorded(), decodes=decodes, plain=None), Latent(), planned)
         decode = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=ROWS)
         requests = 0 if phase == "IDLE" else ROWS
         other = SimpleNamespace(forward_mode=ForwardMode[phase], batch_size=requests, _original_forward_mode=None)

@@ -43,6 +43,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         paged = FakeWrapper()
         backend = SimpleNamespace(enable_chunk_kv=chunks, is_fp8_kvcache=not reads_pool, prefill_wrapper_paged=paged)
         monkeypatch.setattr(flashmla, "FlashMLABackend", lambda runner: backend)
+        monkeypatch.setattr(flashmla, "_plain_backend", lambda runner: "plain")
         layers = [SimpleNamespace(chunked_prefix_cache_threshold=8192) for _ in range(2)]
         return flashmla.FlashMLAStock(None, layers, reads_pool=reads_pool), layers
 
@@ -53,7 +54,7 @@ def test_over_an_fp8_pool_prefill_is_never_by_absorb(make: Any) -> None:
     """It would read the pool itself, as would FlashMLA; nor does an idle rank make a schedule for FP8 keys."""
     stock, layers = make(reads_pool=False)
     assert [layer.chunked_prefix_cache_threshold for layer in layers] == [0, 0]
-    assert not stock.decodes and stock.backend.is_fp8_kvcache is False
+    assert not stock.decodes and stock.backend.is_fp8_kvcache is False and stock.plain is None
     assert stock.affordable([3, 4]) == 7
     stock, layers = make(reads_pool=True)
     assert [layer.chunked_prefix_cache_threshold for layer in layers] == [8192, 8192] and stock.decodes
