@@ -38,10 +38,16 @@ def make_model(folder: Path, *options: str) -> Path:
 
 
 def answers(
-    model: Path, out: Path, backend: str, env: Mapping[str, str] | None = None, batch: int = BATCH, **arguments: Any
+    model: Path,
+    out: Path,
+    backend: str,
+    env: Mapping[str, str] | None = None,
+    batch: int = BATCH,
+    prefix: int = PREFIX,
+    **arguments: Any,
 ) -> dict:
     script = Path(__file__).parent / "engine_logprobs.py"
-    sizes = [str(PREFIX), str(batch), str(NEW_TOKENS)]
+    sizes = [str(prefix), str(batch), str(NEW_TOKENS)]
     command = [sys.executable, script, model, backend, out, *sizes, json.dumps(arguments)]
     subprocess.run(command, check=True, env=os.environ | (env or {}))
     return json.loads(out.read_text())
