@@ -53,7 +53,8 @@ def test_answers_under_mixing_are_likely_ones(heads: int, drafts: bool, tmp_path
     model = make_model(tmp_path / "checkpoint", "--heads", str(heads), *(["--nextn"] if drafts else []))
     # Tokens bound what an engine takes, so that several, and those of other tests, run beside each other.
     small = {"mem_fraction_static": 0.85, **(DRAFTS if drafts else {})}
-    naive = {"SGLANG_HYBRID_MLA_MODE": "naive", "SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB": "3"}
+    # So much that all prefixes fit, in BF16, too.
+    naive = {"SGLANG_HYBRID_MLA_MODE": "naive", "SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB": "3" if heads == 16 else "6"}
     fp8_prefix, fp8_cache = {"SGLANG_HYBRID_MLA_PREFIX_DTYPE": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e4m3"}
     in_turns = {"SGLANG_HYBRID_MLA_MIXED_TOKENS": "0"}
     engines: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
