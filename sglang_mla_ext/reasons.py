@@ -59,6 +59,7 @@ class Fallback(Reason):
     PREDICT_MIXED = "predicting a mixed pass failed"
     SIZE_MIXED = "deciding how many tokens are mixed failed"
     ADMIT_MIXED = "deciding which requests are mixed failed"
+    COUNT_NEW_TOKENS = "counting the new tokens of a batch failed"
     CHOOSE_MIXED = "deciding whether a batch is mixed failed"
     MAKE_ROWS = "making rows of new tokens failed"
     SELECT_LAST_ROWS = "selecting last rows failed"

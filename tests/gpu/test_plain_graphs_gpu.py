@@ -29,7 +29,7 @@ def test_nothing_is_read_behind_a_last_token(heads: int, queries: int) -> None:
     """Called as SGLang's backend does, over pages that hold NaN there."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-    from sglang_mla_ext.adapter.stock.flashattention import PlainBackend
+    from sglang_mla_ext.adapter.compat.sglang_0_5_23.plain_backend import PlainBackend
 
     torch.manual_seed(0)
     lens = torch.tensor(LENS, dtype=torch.int32)

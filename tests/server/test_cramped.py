@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 
 from conftest import Chat, Reference, Server, assert_same
 from test_answers import OTHER_SYSTEM, SYSTEM, question, watching
+from test_mixed_steps import generate, prompt
+
+CHUNK = 256
+"""New tokens of a pass."""
 
 
 def test_two_prefixes_and_room_for_one_and_a_half(stock: Reference, cramped: Server) -> None:
@@ -41,3 +46,15 @@ def test_prefix_is_expanded_over_several_steps(cramped: Server) -> None:
     after = cramped.info()["counters"]
     assert after["expansions"] == before["expansions"] + 1
     assert after["steps_naive"] > before["steps_naive"]
+
+
+def test_a_pass_is_charged_for_new_tokens_and_not_for_pages(cramped: Server) -> None:
+    """SGLang charges 64 tokens for each prompt of 20, so that four of them would fill a pass."""
+    cramped.flush()
+    since = cramped.log.stat().st_size
+    generate(cramped, [prompt(seed, 20) for seed in range(12)], 2)
+    time.sleep(0.2)
+    log = cramped.log.read_bytes()[since:].decode(errors="replace")
+    found = [(int(seqs), int(new)) for seqs, new in re.findall(r"#new-seq: (\d+), #new-token: (\d+)", log)]
+    assert sum(seqs for seqs, _ in found) == 12 and max(found)[0] > 4, found
+    assert max(new for _, new in found) <= CHUNK, found

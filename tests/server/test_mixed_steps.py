@@ -131,8 +131,10 @@ def test_in_pieces_and_while_requests_are_taken_back(
     assert re.search(r"#retracted_reqs: [1-9]", mixed_in_pieces.log.read_text())
 
 
-def generate(server: Server, tokens: list[int], count: int, sampling: dict[str, Any] | None = None, **more: Any) -> Any:
-    """SGLang's own request: the answer to a prompt of these tokens."""
+def generate(
+    server: Server, tokens: list[int] | list[list[int]], count: int, sampling: dict[str, Any] | None = None, **more: Any
+) -> Any:
+    """SGLang's own request: the answer to a prompt of these tokens, or to each of several."""
     sampling_params = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **(sampling or {})}
     body = {"input_ids": tokens, "sampling_params": sampling_params, **more}
     response = requests.post(f"{server.base_url}/generate", json=body, timeout=120)

@@ -29,6 +29,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.failure import guarded
 from sglang_mla_ext.adapter.ranks.voting import Voting
 from sglang_mla_ext.adapter.step.mixed import MixedRule, is_extend, refusal_of
@@ -243,7 +244,26 @@ class Admission:
             from sglang.srt.managers.schedule_policy import AddReqResult
 
             return AddReqResult.OTHER
-        return original(adder, req, *args, **kwargs)
+        left = adder.rem_chunk_tokens
+        result = original(adder, req, *args, **kwargs)
+        self._return_rounding(adder, req, left)
+        return result
+
+    @guarded(Fallback.COUNT_NEW_TOKENS)
+    def _return_rounding(self, adder: PrefillAdder, req: Req, left: int | None) -> None:
+        """Charge a batch for the new tokens of a request, and not for whole pages, as SGLang does. With 128 questions
+        of 180 tokens a pass had 15 % fewer tokens than its CUDA graph has rows.
+
+        Args:
+            left: tokens that the batch had room for before the request was let in.
+        """
+        charged = 0 if left is None else left - adder.rem_chunk_tokens
+        if charged <= 0 or adder.can_run_list[-1] is not req:
+            return
+        rounding = charged - installed.extend_tokens(req)
+        if 0 < rounding < self._scheduler.page_size:
+            adder.rem_chunk_tokens += rounding
+            adder.rem_input_tokens += rounding
 
     @guarded(Fallback.ADMIT_MIXED)
     def waits(self, adder: PrefillAdder, req: Req) -> bool:

@@ -15,7 +15,6 @@ from sglang_mla_ext.adapter.step.layer import absorbs_prefill
 from sglang_mla_ext.kernels.constants import LN2
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -59,12 +58,6 @@ def with_rows(x: Tensor, rows: int) -> Tensor:
     return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
-def _plain_backend(runner: ModelRunner) -> AttentionBackend:
-    from sglang_mla_ext.adapter.stock.flashattention import PlainBackend
-
-    return PlainBackend(runner)
-
-
 class FlashMLAStock:
     """See the module; the interface is adapter.stock.protocol.Stock."""
 
@@ -77,7 +70,7 @@ class FlashMLAStock:
         self.backend = FlashMLABackend(runner)
         self.backend.prefill_wrapper_paged = PlannedAtRun(self.backend.prefill_wrapper_paged)
         self.decodes, self._layer = reads_pool, layers[0]
-        self.plain = _plain_backend(runner) if reads_pool and installed.has_graph_variants else None
+        self.plain = installed.plain_backend(runner) if reads_pool else None
         self._threshold = self._layer.chunked_prefix_cache_threshold if reads_pool else 0
         if not reads_pool:
             self.backend.is_fp8_kvcache = False  # for the schedule that SGLang makes for idle ranks, and nobody reads

@@ -17,7 +17,9 @@ from sglang_mla_ext.adapter.compat.table import Changes, Feature
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -53,6 +55,10 @@ class Release0517(Arguments0517):
         """Return a running request's row in the table of slots."""
         return int(req.req_pool_idx)
 
+    def extend_tokens(self, req: Req) -> int:
+        """Return the new tokens that a prefill batch computes of a request."""
+        return int(req.extend_range.length)
+
     def dp_rank(self, scheduler: Scheduler) -> int:
         """Return the data-parallel rank of a scheduler, a replica or a rank of DP attention; 0 where it is alone."""
         return int(scheduler.ps.dp_rank or 0)
@@ -66,6 +72,10 @@ class Release0517(Arguments0517):
         from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
         return flash_mla_with_kvcache, get_mla_metadata
+
+    def plain_backend(self, runner: ModelRunner) -> AttentionBackend | None:
+        """Return SGLang's backend for decode graphs without sharing, over a BF16 cache; None where there are none."""
+        return None
 
     def captured_graph(self) -> str | None:
         """Return the label of the decode graph that is captured, where there are several of a size."""

@@ -182,6 +182,7 @@ USED_BY_FEATURES = {
         how many can be let in: managers.scheduler.Scheduler: get_num_allocatable_reqs(self, running_bs)
         who is let in
             managers.schedule_policy.PrefillAdder: add_one_req(self, req) can_run_list[] rem_chunk_tokens
+                rem_input_tokens
             managers.schedule_policy.AddReqResult: OTHER
         drafts are verified with new tokens
             managers.scheduler.Scheduler: run_batch(self, batch) process_batch_result(self, batch, result)
@@ -201,6 +202,7 @@ USED_BY_FEATURES = {
                 return_logprob skip_radix_cache_insert
             model_executor.forward_batch_info.ForwardMode: is_mixed(self)
         last rows: layers.logits_processor.LogitsProcessorOutput: customized_info next_token_logits
+        new tokens of a batch: managers.schedule_batch.Req: extend_range
         what is left of a prompt in pieces: managers.schedule_batch.Req: output_ids
         counting what mixed batches decode
             managers.schedule_batch.Req: is_retracted time_stats

@@ -14,7 +14,9 @@ from sglang_mla_ext.adapter.compat.sglang_0_5_23.tree import NumberedTreeView
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -41,6 +43,9 @@ class Release0523(Arguments0523, Release0517):
     def row_of_request(self, req: Any) -> int:
         return int(req.kv.req_pool_idx)
 
+    def extend_tokens(self, req: Req) -> int:
+        return int(req.extend_len)
+
     def dp_rank(self, scheduler: Scheduler) -> int:
         from sglang.srt.runtime_context import get_parallel
 
@@ -53,6 +58,11 @@ class Release0523(Arguments0523, Release0517):
         from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
         return flash_mla_with_kvcache, get_mla_metadata
+
+    def plain_backend(self, runner: ModelRunner) -> AttentionBackend:
+        from sglang_mla_ext.adapter.compat.sglang_0_5_23.plain_backend import PlainBackend
+
+        return PlainBackend(runner)
 
     def captured_graph(self) -> str | None:
         from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant

@@ -62,6 +62,9 @@ USES = {
         our pool in place of SGLang's, beside linear attention
             mem_cache.kv_cache_configurator.KVCacheConfigurator: _build_hybrid_linear_kv_pool(self, *, mla_pool_class)
     """,
+    Feature.MIXED: """
+        new tokens of a batch: managers.schedule_batch.Req: extend_len
+    """,
     Feature.PREFILL_GRAPH: """
         attention between two segments of a prefill graph
             layers.radix_attention.RadixAttention: _eager_attention(self, q, k, v, output, save_kv_cache)
@@ -131,6 +134,7 @@ CHANGES = Changes(
         "server_args.ServerArgs.override",
         "server_args.ServerArgs._validate_ib_devices",
         "managers.schedule_batch.Req.req_pool_idx",
+        "managers.schedule_batch.Req.extend_range",
         "managers.scheduler.Scheduler.ps",
         "distributed.parallel_state_wrapper.ParallelState",
         "mem_cache.radix_cache.RadixCache",

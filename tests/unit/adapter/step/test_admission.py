@@ -245,6 +245,29 @@ APART = {
 }
 
 
+@pytest.mark.parametrize("room", [None, 4 * PAGE], ids=["not in chunks", "in chunks"])
+def test_a_batch_is_charged_for_new_tokens_and_not_for_pages(room: int | None) -> None:
+    """What SGLang charges beside that stays, as does what it charges for nobody."""
+    admission = Scheduler(Rule()).admission
+    adder: Any = SimpleNamespace(can_run_list=[], rem_chunk_tokens=room, rem_input_tokens=10 * PAGE)
+
+    def charge(adder: Any, req: Any, pages: int) -> str:
+        """As SGLang does."""
+        adder.can_run_list += [req] * (pages > 0)
+        adder.rem_input_tokens -= pages * PAGE
+        if adder.rem_chunk_tokens is not None:
+            adder.rem_chunk_tokens -= pages * PAGE
+        return "charged"
+
+    taken = 0
+    for new, pages, counts in ((1, 1, True), (PAGE, 1, True), (PAGE - 1, 1, True), (3, 0, False), (5, 2, False)):
+        req = request(new, extend_len=new, extend_range=SimpleNamespace(length=new))
+        assert admission.add_request(charge, adder, req, pages) == "charged"
+        taken += new if counts and room is not None else pages * PAGE
+        assert adder.rem_input_tokens == 10 * PAGE - taken
+        assert adder.rem_chunk_tokens == (None if room is None else room - taken)
+
+
 @pytest.mark.parametrize("changes", [{name: value} for name, value in APART.items()], ids=str)
 def test_a_request_that_stays_apart_is_not_cut(changes: dict[str, Any]) -> None:
     """It is the first of a batch that is not mixed, of SGLang's own size, or it waits for one."""

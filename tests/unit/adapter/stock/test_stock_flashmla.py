@@ -43,7 +43,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         paged = FakeWrapper()
         backend = SimpleNamespace(enable_chunk_kv=chunks, is_fp8_kvcache=not reads_pool, prefill_wrapper_paged=paged)
         monkeypatch.setattr(flashmla, "FlashMLABackend", lambda runner: backend)
-        monkeypatch.setattr(flashmla, "_plain_backend", lambda runner: "plain")
+        monkeypatch.setattr(flashmla.installed, "plain_backend", lambda runner: "plain")
         layers = [SimpleNamespace(chunked_prefix_cache_threshold=8192) for _ in range(2)]
         return flashmla.FlashMLAStock(None, layers, reads_pool=reads_pool), layers
 
