@@ -1,7 +1,8 @@
 """Prepare a step: select which of the backend's parts it uses, and write what they need to the device.
 
-Which of the parts are in a step's CUDA graph depends on its number of requests alone, so that a captured graph and its
-replays agree; a graph with shared attention costs almost nothing more where its plan is empty.
+Which of the parts are in a step's CUDA graph depends on its number of requests and its variant (graph_variants.py)
+alone, so that a captured graph and its replays agree; a graph with shared attention costs little more where its plan is
+empty.
 
 A server with speculative decoding has verify steps in place of decode steps: each request has several query tokens,
 each of which is a row of its own, and SGLang does not count them in the request's length yet.

@@ -43,6 +43,7 @@ def test_a_step_that_shares_nothing_replays_a_plain_graph(
     """State that the other graph needs is still there when it comes again."""
     world = make_world(fp8=fp8, queries=queries)
     world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
+    assert world.steps.plain_graphs == (installed.has_graph_variants and not fp8)
     alone = [world.start(text, own) for text, own in (("r", 30), ("st", 3))]
     together = [world.start("abcdef", own) for own in (5, 64, 70)]
     graphs = Graphs(world, 8, monkeypatch)
