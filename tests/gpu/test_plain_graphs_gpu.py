@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,7 @@ LENS = (4, 63, 64, 65, 300, 1025)  # with the rows' own tokens
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("queries", [1, 4])
 def test_nothing_is_read_behind_a_last_token(heads: int, queries: int) -> None:
-    """Called as SGLang's backend does, over pages that hold NaN there."""
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache
-
+    """Over pages that hold NaN there; with queries in two parts and whole."""
     from sglang_mla_ext.adapter.compat.sglang_0_5_23.plain_backend import PlainBackend
 
     torch.manual_seed(0)
@@ -45,22 +44,20 @@ def test_nothing_is_read_behind_a_last_token(heads: int, queries: int) -> None:
     query = torch.randn(len(LENS) * queries, heads, RANK + ROPE).to(cache.dtype)
 
     backend = object.__new__(PlainBackend)
-    backend._attend, backend._padding = flash_attn_with_kvcache, torch.zeros(8, dtype=torch.int32, device="cuda")
-    on_gpu = cache.cuda()
-    out = backend._attend_without_tma(
-        q=query[..., RANK:].cuda(),
-        qv=query[..., :RANK].cuda(),
-        k_cache=on_gpu[..., RANK:],
-        v_cache=on_gpu[..., :RANK],
+    backend.page_size, backend.num_splits, backend._padding = PAGE, 0, torch.zeros(8, dtype=torch.int32, device="cuda")
+    backend.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer_id: cache.flatten(0, 1).cuda())
+    backend.forward_metadata = SimpleNamespace(
         page_table=table.cuda(),
-        cache_seqlens=lens.cuda(),
+        cache_seqlens_int32=lens.cuda(),
         cu_seqlens_q=torch.arange(0, len(query) + 1, queries, dtype=torch.int32).cuda(),
-        cu_seqlens_k_new=None,
-        max_seqlen_q=queries,
-        softmax_scale=SCALE,
-        causal=True,
-        num_splits=0,
+        max_seq_len_q=queries,
     )
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, v_head_dim=RANK, scaling=SCALE)
+    content, rope = query.cuda().split([RANK, ROPE], dim=-1)
+    forward = backend.forward_decode if queries == 1 else backend.forward_extend
+    out = forward(content, None, None, layer, None, save_kv_cache=False, q_rope=rope).view(len(query), heads, RANK)
+    whole = forward(query.cuda(), None, None, layer, None, save_kv_cache=False).view(len(query), heads, RANK)
+    assert torch.equal(out, whole)
     for index, keys in enumerate(rows):
         for token in range(queries):
             row = index * queries + token

@@ -45,6 +45,7 @@ def server_args(**given: Any) -> Arguments:
         speculative_eagle_topk=None,
         disaggregation_mode="null",
         enable_dp_attention=False,
+        enable_torch_compile=False,
         moe_a2a_backend="none",
         enable_return_routed_experts=False,
         disable_cuda_graph_padding=False,

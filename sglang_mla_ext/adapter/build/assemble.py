@@ -15,6 +15,7 @@ from sglang_mla_ext.adapter.build.expanding import Expanding, make_expanding, ta
 from sglang_mla_ext.adapter.build.prefill import make_prefill_graph, make_prefill_sharing, make_transient_expansion
 from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, make_shadow
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.failure import several_ranks
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.ranks.ranks import all_ranks_agree, check_alike, drawn_key, rules, tp_group
 from sglang_mla_ext.adapter.ranks.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
@@ -39,6 +40,7 @@ from sglang_mla_ext.reasons import Fallback
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from sglang_mla_ext.adapter.stock.protocol import Stock
     from sglang_mla_ext.options import HybridMLAOptions
 
 logger = logging.getLogger(__name__)
@@ -84,10 +86,7 @@ def build(
     steps = make_steps(context, prefixes, expanding, latent, prefill, description)
     if make_sharded is not None:
         steps.sharded = make_sharded(requests=sharing, can_share=steps.can_share, fail=steps.fail)
-    exchanges_always = make_sharded is not None and not server.ranks.by_stores
-    steps.plain_graphs = (
-        installed.has_graph_variants and bool(sharing) and (stock.plain is not None or exchanges_always)
-    )
+    steps.plain_graphs = captures_plain_graphs(context, stock, sharing, sharded=make_sharded is not None)
     backend = HybridMLABackend(
         stock,
         latent,
@@ -129,6 +128,25 @@ def expand_alike(context: Context, taken_bytes: int, cost: CostModel) -> Expandi
         context.counters.fall_back(Fallback.RANK_EXPANDS_NOTHING)
         return None
     return expanding
+
+
+def captures_plain_graphs(context: Context, stock: Stock, sharing: range, *, sharded: bool) -> bool:
+    """Return whether decode graphs are also captured without shared attention; the same on all ranks.
+
+    SGLang's all-reduce reads other ranks' memory at addresses that each captured graph has of its own. So ranks that
+    compute together must replay the same variant. They agree on it where they shard prefixes; otherwise what one shares
+    may differ, with requests of its own or after a failure.
+
+    Args:
+        sharing: numbers of requests of a step that can share.
+    """
+    server = context.server
+    wanted = len(sharing) > 0 and (stock.plain is not None or (sharded and not server.ranks.by_stores))
+    # What Dynamo traced for one variant is not known to hold for the other.
+    wanted &= installed.has_graph_variants and not server.args.enable_torch_compile
+    if not sharded:
+        return wanted and not several_ranks()
+    return all_ranks_agree(tp_group())(wanted)
 
 
 def make_sharing(

@@ -247,6 +247,11 @@ class Admission:
         left = adder.rem_chunk_tokens
         result = original(adder, req, *args, **kwargs)
         self._return_rounding(adder, req, left)
+        if left is not None and 0 < adder.rem_chunk_tokens < self._scheduler.page_size:
+            from sglang.srt.managers.schedule_policy import AddReqResult
+
+            # Full. SGLang would try the next one in vain, and load its rows from the host or preempt others for it.
+            return AddReqResult.OTHER if result is AddReqResult.CONTINUE else result
         return result
 
     @guarded(Fallback.COUNT_NEW_TOKENS)

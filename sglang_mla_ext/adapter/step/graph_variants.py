@@ -4,8 +4,9 @@ SGLang 0.5.23 captures a graph of each size for each of its attention variants, 
 replay (layers/attention/graph_variants.py). A plain graph is SGLang's own decode attention, or ours over an FP8 cache.
 
 A graph with shared attention takes longer where nothing is shared: a step of 128 requests with 128 heads takes 5 % more
-than FlashAttention-3's, and an exchange of sharded prefixes by NCCL 43 to 143 us a layer, on H200s. All ranks that
-shard prefixes must replay the same variant.
+than FlashAttention-3's, and an exchange of sharded prefixes by NCCL 43 to 143 us a layer, on H200s. Ranks that compute
+together must replay the same variant: they vote on it where they shard prefixes, and have one graph of each size
+otherwise (assemble.py, captures_plain_graphs).
 """
 
 from __future__ import annotations

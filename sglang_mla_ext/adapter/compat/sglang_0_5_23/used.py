@@ -105,8 +105,13 @@ USES = {
                 init_forward_metadata_out_graph(self, forward_batch, in_capture)
                 init_forward_metadata_in_graph(self, forward_batch)
                 forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope)
-                forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope)
-                flash_attn_with_kvcache device
+                forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache, q_rope) device forward_metadata
+                num_splits page_size token_to_kv_pool
+            layers.attention.flashattention_backend.FlashAttentionMetadata: cache_seqlens_int32 cu_seqlens_q
+                max_seq_len_q page_table
+            sglang.kernels.ops.attention.flash_attention: flash_attn_with_kvcache(q, k_cache, v_cache, *, qv,
+                cache_seqlens, cache_leftpad, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, num_splits,
+                ver)
         their capture and choice
             model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner:
                 capture(self) attention_graph_variants model_runner

@@ -268,6 +268,18 @@ def test_a_batch_is_charged_for_new_tokens_and_not_for_pages(room: int | None) -
         assert adder.rem_chunk_tokens == (None if room is None else room - taken)
 
 
+def test_a_batch_with_less_than_a_page_left_is_full() -> None:
+    """SGLang would try the next request, and load its rows from the host before it finds that."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    admission = Scheduler(Rule()).admission
+    results = AddReqResult.CONTINUE, AddReqResult.OTHER, AddReqResult.NO_TOKEN
+    for left, found in ((PAGE, results), (PAGE - 1, (AddReqResult.OTHER, *results[1:])), (None, results)):
+        adder: Any = SimpleNamespace(can_run_list=[], rem_chunk_tokens=left, rem_input_tokens=PAGE)
+        for result, expected in zip(results, found, strict=True):
+            assert admission.add_request(lambda adder, req, result: result, adder, request(9), result) is expected
+
+
 @pytest.mark.parametrize("changes", [{name: value} for name, value in APART.items()], ids=str)
 def test_a_request_that_stays_apart_is_not_cut(changes: dict[str, Any]) -> None:
     """It is the first of a batch that is not mixed, of SGLang's own size, or it waits for one."""
