@@ -19,6 +19,7 @@ CAN_GO = (
     *("--enable-unified-memory", "--enable-page-major-kv-layout", "--speculative-adaptive"),
     *("--enable-multi-layer-eagle", "--speculative-draft-attention-backend"),
     *("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"),
+    "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
 )
 """Flags and variables, which are their own codes."""
 

@@ -52,7 +52,11 @@ class Arguments0523(Arguments0517):
     def further_findings(self, args: ServerArgs) -> list[Finding]:
         """See Arguments0517. SGLang keeps rows of NEXTN's drafts beside the model's on the host, which must be as long
         (check_packed_kv_rows, mem_cache/hybrid_cache/host_pool_config.py:268): 576 bytes beside 656 with an FP8 cache.
+        A captured preparation of decode graphs would not bring a new plan to the device, and there is one for all
+        variants of a graph (_glue_key, model_executor/runner/decode_cuda_graph_runner.py).
         """
+        from sglang.srt.environ import envs
+
         drafts_on_host = args.enable_hierarchical_cache and args.speculative_algorithm is not None
         over_fp8 = drafts_on_host and args.kv_cache_dtype == "fp8_e4m3"
         backup = args.disaggregation_decode_retraction_backup
@@ -64,6 +68,7 @@ class Arguments0523(Arguments0517):
             "--enable-nvidia-megakernel": args.enable_nvidia_megakernel,
             "--enable-pd-role-switch": args.enable_pd_role_switch,
             "--disaggregation-decode-retraction-backup host_pool": backup == "host_pool",
+            "SGLANG_ENABLE_METADATA_GLUE_GRAPH": envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get(),
         }
         return unsupported(flags)
 

@@ -18,6 +18,7 @@ USES = {
         unsupported features
             server_args.ServerArgs: enable_unified_cache_external_linker enable_layernorm_sp enable_kv_cache_sharding
                 enable_nvidia_megakernel enable_pd_role_switch disaggregation_decode_retraction_backup
+            environ.Envs: SGLANG_ENABLE_METADATA_GLUE_GRAPH
         whether there is DP attention: server_args.ServerArgs: attn_dp_size
         tokens of a prefill pass: server_args.ServerArgs: chunked_prefill_size max_prefill_tokens
         the backend's name: server_args: add_attention_backend_choices
