@@ -87,6 +87,8 @@ def build(
     if make_sharded is not None:
         steps.sharded = make_sharded(requests=sharing, can_share=steps.can_share, fail=steps.fail)
     steps.plain_graphs = captures_plain_graphs(context, stock, sharing, sharded=make_sharded is not None)
+    if not steps.plain_graphs:
+        stock.plain = None  # with its buffers
     backend = HybridMLABackend(
         stock,
         latent,

@@ -81,11 +81,11 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     if steps.sharded is not None:
         assert_installed([Feature.SHARDED, Feature.MIXED])
     if steps.plain_graphs:
-        steps.plain_graphs = _has([Feature.GRAPH_VARIANTS])
+        steps.plain_graphs = _is_there([Feature.GRAPH_VARIANTS])
     if rule.tokens:
         asked = options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk
         needed = [Feature.MIXED, *([Feature.PAIRED] if rule.query_tokens > 1 else [])]
-        rule.tokens = rule.tokens if _has(needed, asked=asked) else 0
+        rule.tokens = rule.tokens if _is_there(needed, asked=asked) else 0
     if process.scheduler is not None:  # otherwise nobody tells of batches, and every step is plain absorb
         # A second time, the states of linear attention would take their tokens twice.
         repeats = installed.linear_layers(runner.server_args) is None
@@ -95,9 +95,11 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     return backend
 
 
-def _has(features: Sequence[Feature], asked: bool = False) -> bool:
-    """Return whether SGLang has what features need that a server runs without, and warn if not.
+def _is_there(features: Sequence[Feature], asked: bool = False) -> bool:
+    """Return whether SGLang has what optional features need, and warn if it has not.
 
+    Args:
+        asked: whether the user asked for them.
     Raises:
         ContractError: it has not, and the user asked for them.
     """

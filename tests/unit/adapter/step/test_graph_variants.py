@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from decode_world import Graph, World, plan_pass
 
+from sglang_mla_ext.adapter.build import assemble
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.step.graph_variants import PLAIN, SHARED, GraphVariants
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, Way, passes
@@ -24,7 +25,7 @@ class Graphs:
             monkeypatch.setattr(installed, "captured_graph", lambda label=label: label, raising=False)
             self._graphs[label] = Graph(world, size)
             assert (passes.now.way is Way.SHARED) == (label == SHARED)
-            assert world.fp8 or (passes.now.way is Way.PLAIN) == (label == PLAIN)
+            assert (passes.now.way is Way.PLAIN) == (label == PLAIN and world.steps.plain_graphs)
         monkeypatch.delattr(installed, "captured_graph")
         self._variants = GraphVariants(lambda: bool(passes.now.plan.segments))
 
@@ -52,6 +53,17 @@ def test_a_step_that_shares_nothing_replays_a_plain_graph(
         label, error = graphs.step(requests)
         assert label == expected and error < BOUND[fp8]
     assert not world.steps.counters.fallbacks
+
+
+@pytest.mark.parametrize("reason", ["none", "ranks that share for themselves", "torch compile", "nothing shares"])
+def test_who_captures_plain_graphs(make_world: Any, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """SGLang's all-reduce takes other ranks' addresses from the graph that a rank replays itself."""
+    world = make_world()
+    world.runner.server_args.enable_torch_compile = reason == "torch compile"
+    monkeypatch.setattr(assemble, "several_ranks", lambda: reason == "ranks that share for themselves")
+    world.make("gpu", mode="absorb" if reason == "nothing shares" else "naive")
+    expected = installed.has_graph_variants and reason == "none"
+    assert world.steps.plain_graphs == expected and (world.backend._stock.plain is not None) == expected
 
 
 def test_one_answer_for_a_pass() -> None:
