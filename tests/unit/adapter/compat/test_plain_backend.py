@@ -4,6 +4,7 @@ FlashAttention-3 in torch: against attention over each row's keys."""
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,31 +21,22 @@ HEADS, RANK, ROPE, PAGE, SCALE = 4, 32, 16, 64, 0.1
 LENS = (3, 64, 65, 130)
 
 
-def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    qv: torch.Tensor,
-    page_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    cache_leftpad: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    causal: bool,
-    num_splits: int,
-    ver: int,
-) -> torch.Tensor:
+def flash_attn_with_kvcache(q: torch.Tensor, qv: torch.Tensor, **given: Any) -> torch.Tensor:
     """FlashAttention-3, without TMA: it reads no key behind the last one."""
-    assert causal and ver == 3 and not cache_leftpad.any() and cache_leftpad.shape == cache_seqlens.shape
-    assert (cu_seqlens_q.diff() == max_seqlen_q).all()
+    lens, ends, padding = (given.pop(name) for name in ("cache_seqlens", "cu_seqlens_q", "cache_leftpad"))
+    caches, table, scale = (
+        [given.pop("k_cache"), given.pop("v_cache")],
+        given.pop("page_table"),
+        given.pop("softmax_scale"),
+    )
+    assert (ends.diff() == given.pop("max_seqlen_q")).all() and padding.shape == lens.shape and not padding.any()
+    assert given == dict(causal=True, num_splits=0, ver=3)
     outs = []
-    for request, (first, end) in enumerate(zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)):
-        rope, content = (cache[page_table[request].long()].flatten(0, 2) for cache in (k_cache, v_cache))
+    for request, (first, end) in enumerate(itertools.pairwise(ends.tolist())):
+        rope, content = (cache[table[request].long()].flatten(0, 2) for cache in caches)
         for row in range(first, end):
-            seen = int(cache_seqlens[request]) - (end - 1 - row)
-            scores = (q[row] @ rope[:seen].T + qv[row] @ content[:seen].T) * softmax_scale
+            seen = int(lens[request]) - (end - 1 - row)
+            scores = (q[row] @ rope[:seen].T + qv[row] @ content[:seen].T) * scale
             outs.append(scores.softmax(-1) @ content[:seen])
     return torch.stack(outs)
 
