@@ -83,7 +83,7 @@ def test_every_workload(hybrid: Server, measure: Any) -> None:
     for record in records:
         assert record["output_tok_s"] == pytest.approx(record["case"]["output"] / record["duration_s"], rel=0.05)
         assert 0 < record["ttft_ms"] <= record["ttft_p99_ms"] <= record["ttft_last_ms"]
-        # Of a burst both tokens may come in one piece, where SGLang is slower to send than to decode.
+        # Both tokens of an answer in a burst may come in one piece, if SGLang sends more slowly than it decodes.
         in_one_piece = record["bench"] == "burst" and record["itl_ms"] is record["itl_p99_ms"] is None
         assert in_one_piece or 0 <= record["itl_ms"] <= record["itl_p99_ms"]
         assert record["impl"] == "hybrid_mla" and record["plan_ms_per_step"] > 0

@@ -220,10 +220,11 @@ class World:
             self._monkeypatch.setattr(module, "make_absorb_fp8", TorchAbsorbFP8)
         self.stock = StockBackend(self.pool, self.req_to_token, self.queries)
         self.plain = PlainBackend(self.pool, self.req_to_token, self.queries)
-        stock = SimpleNamespace(
+        self._owner = stock = SimpleNamespace(
             backend=self.stock,
             decodes=not self.fp8,
-            plain=None if self.fp8 else self.plain,
+            plain=None,
+            make_plain=self._make_plain,
             extend=lambda *args: args,
             affordable=lambda prefix_lens: 0,
             can_finish=lambda prefix_lens, covered: True,
@@ -236,6 +237,10 @@ class World:
             return stock, self.latent
 
         self._monkeypatch.setattr(self._build, "stock_and_latent", stock_and_latent)
+
+    def _make_plain(self, runner: Any) -> bool:
+        self._owner.plain = None if self.fp8 else self.plain
+        return not self.fp8
 
     # ---- requests
 

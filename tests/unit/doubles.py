@@ -242,7 +242,7 @@ class StockBackend:
 
     @opaque
     def forward_extend(self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Of a verify step."""
+        """Attend in a verify step."""
         return self._attend(q, k, layer, save_kv_cache, self._queries)
 
     def _attend(self, q: Tensor, k: Any, layer: Any, save_kv_cache: bool, queries: int) -> Tensor:
@@ -272,5 +272,5 @@ class PlainBackend(StockBackend):
     def forward_extend(
         self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool, q_rope: Tensor
     ) -> Tensor:
-        """Of a verify step."""
+        """Attend in a verify step."""
         return self._attend(torch.cat([q, q_rope], dim=-1), k, layer, save_kv_cache, self._queries)

@@ -87,8 +87,6 @@ def build(
     if make_sharded is not None:
         steps.sharded = make_sharded(requests=sharing, can_share=steps.can_share, fail=steps.fail)
     steps.plain_graphs = captures_plain_graphs(context, stock, sharing, sharded=make_sharded is not None)
-    if not steps.plain_graphs:
-        stock.plain = None  # with its buffers
     backend = HybridMLABackend(
         stock,
         latent,
@@ -143,12 +141,12 @@ def captures_plain_graphs(context: Context, stock: Stock, sharing: range, *, sha
         sharing: numbers of requests of a step that can share.
     """
     server = context.server
-    wanted = len(sharing) > 0 and (stock.plain is not None or (sharded and not server.ranks.by_stores))
-    # What Dynamo traced for one variant is not known to hold for the other.
-    wanted &= installed.has_graph_variants and not server.args.enable_torch_compile
-    if not sharded:
-        return wanted and not several_ranks()
-    return all_ranks_agree(tp_group())(wanted)
+    # Dynamo's trace of one variant may not hold for the other.
+    possible = installed.has_graph_variants and not server.args.enable_torch_compile
+    if not possible or (several_ranks() and not sharded):
+        return False
+    wanted = len(sharing) > 0 and (stock.make_plain(context.runner) or (sharded and not server.ranks.by_stores))
+    return all_ranks_agree(tp_group())(wanted) if sharded else wanted
 
 
 def make_sharing(

@@ -81,11 +81,11 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     if steps.sharded is not None:
         assert_installed([Feature.SHARDED, Feature.MIXED])
     if steps.plain_graphs:
-        steps.plain_graphs = _is_there([Feature.GRAPH_VARIANTS])
+        steps.plain_graphs = _is_there("plain graphs", [Feature.GRAPH_VARIANTS])
     if rule.tokens:
         asked = options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk
         needed = [Feature.MIXED, *([Feature.PAIRED] if rule.query_tokens > 1 else [])]
-        rule.tokens = rule.tokens if _is_there(needed, asked=asked) else 0
+        rule.tokens = rule.tokens if _is_there("mixed steps", needed, asked=asked) else 0
     if process.scheduler is not None:  # otherwise nobody tells of batches, and every step is plain absorb
         # A second time, the states of linear attention would take their tokens twice.
         repeats = installed.linear_layers(runner.server_args) is None
@@ -95,20 +95,20 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     return backend
 
 
-def _is_there(features: Sequence[Feature], asked: bool = False) -> bool:
-    """Return whether SGLang has what optional features need, and warn if it has not.
+def _is_there(what: str, features: Sequence[Feature], asked: bool = False) -> bool:
+    """Return whether SGLang has what an optional part needs, and warn if it has not.
 
     Args:
-        asked: whether the user asked for them.
+        what: name of the part; asked: whether the user asked for it.
     Raises:
-        ContractError: it has not, and the user asked for them.
+        ContractError: it has not, and the user asked for it.
     """
     try:
         assert_installed(features)
     except contract.ContractError as error:
         if asked:
             raise
-        logger.warning("hybrid_mla: starts without %s: %s", features[0].value, error)
+        logger.warning("hybrid_mla: no %s: %s", what, error)
         return False
     return True
 

@@ -240,19 +240,16 @@ class Admission:
         self, original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
     ) -> AddReqResult:
         """`PrefillAdder.add_one_req`: the next request is let into the batch that is being made, or waits."""
-        if self.mixes and self.waits(adder, req):
-            from sglang.srt.managers.schedule_policy import AddReqResult
+        from sglang.srt.managers.schedule_policy import AddReqResult
 
+        if self.mixes and self.waits(adder, req):
             return AddReqResult.OTHER
         left = adder.rem_chunk_tokens
         result = original(adder, req, *args, **kwargs)
         self._return_rounding(adder, req, left)
-        if left is not None and 0 < adder.rem_chunk_tokens < self._scheduler.page_size:
-            from sglang.srt.managers.schedule_policy import AddReqResult
-
-            # Full. SGLang would try the next one in vain, and load its rows from the host or preempt others for it.
-            return AddReqResult.OTHER if result is AddReqResult.CONTINUE else result
-        return result
+        is_full = left is not None and 0 < adder.rem_chunk_tokens < self._scheduler.page_size
+        # SGLang would try the next one in vain, and load its rows from the host or preempt others for it.
+        return AddReqResult.OTHER if is_full and result is AddReqResult.CONTINUE else result
 
     @guarded(Fallback.COUNT_NEW_TOKENS)
     def _return_rounding(self, adder: PrefillAdder, req: Req, left: int | None) -> None:

@@ -15,6 +15,7 @@ from sglang_mla_ext.adapter.step.layer import absorbs_prefill
 from sglang_mla_ext.kernels.constants import LN2
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -70,12 +71,17 @@ class FlashMLAStock:
         self.backend = FlashMLABackend(runner)
         self.backend.prefill_wrapper_paged = PlannedAtRun(self.backend.prefill_wrapper_paged)
         self.decodes, self._layer = reads_pool, layers[0]
-        self.plain = installed.plain_backend(runner) if reads_pool else None
+        self.plain: AttentionBackend | None = None
         self._threshold = self._layer.chunked_prefix_cache_threshold if reads_pool else 0
         if not reads_pool:
             self.backend.is_fp8_kvcache = False  # for the schedule that SGLang makes for idle ranks, and nobody reads
             for layer in layers:
                 layer.chunked_prefix_cache_threshold = 0  # shorter cached prefixes than this take absorb
+
+    def make_plain(self, runner: ModelRunner) -> bool:
+        """Make SGLang's fa3; it cannot read our FP8 pool."""
+        self.plain = installed.plain_backend(runner) if self.decodes else None
+        return self.plain is not None
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from torch import Tensor
 
 
@@ -41,13 +42,17 @@ class Stock(Protocol):
     Attributes:
         backend: SGLang's.
         decodes: whether it can read the pool, and so decode.
-        plain: SGLang's backend of decode graphs without sharing (graph_variants.py), which are captured where there is
-            one. It takes queries in two parts.
+        plain: SGLang's backend of decode graphs without sharing (graph_variants.py), which takes queries in two parts;
+            None until `make_plain`, or where there is none.
     """
 
     backend: AttentionBackend
     decodes: bool
     plain: AttentionBackend | None
+
+    def make_plain(self, runner: ModelRunner) -> bool:
+        """Make `plain`, and return whether there is one here."""
+        ...
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool

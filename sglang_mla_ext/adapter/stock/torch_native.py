@@ -67,6 +67,10 @@ class TorchStock:
         self.decodes = fp8_rows(runner.token_to_kv_pool) is None
         self.plain: AttentionBackend | None = None
 
+    def make_plain(self, runner: ModelRunner) -> bool:
+        """Return False: there are no graphs on a CPU."""
+        return False
+
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool
     ) -> Any:

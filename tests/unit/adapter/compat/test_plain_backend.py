@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.kernels.reference import attention as reference
-
-pytestmark = pytest.mark.skipif(not installed.has_graph_variants, reason="SGLang has graph variants from 0.5.23 on")
 
 HEADS, RANK, ROPE, PAGE, SCALE = 4, 32, 16, 64, 0.1
 LENS = (3, 64, 65, 130)

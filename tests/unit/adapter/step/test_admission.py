@@ -247,7 +247,7 @@ APART = {
 
 @pytest.mark.parametrize("room", [None, 4 * PAGE], ids=["not in chunks", "in chunks"])
 def test_a_batch_is_charged_for_new_tokens_and_not_for_pages(room: int | None) -> None:
-    """What SGLang charges beside that stays, as does what it charges for nobody."""
+    """Other charges of SGLang's stay, and so do those for no request."""
     admission = Scheduler(Rule()).admission
     adder: Any = SimpleNamespace(can_run_list=[], rem_chunk_tokens=room, rem_input_tokens=10 * PAGE)
 

@@ -54,10 +54,12 @@ def test_over_an_fp8_pool_prefill_is_never_by_absorb(make: Any) -> None:
     """It would read the pool itself, as would FlashMLA; nor does an idle rank make a schedule for FP8 keys."""
     stock, layers = make(reads_pool=False)
     assert [layer.chunked_prefix_cache_threshold for layer in layers] == [0, 0]
-    assert not stock.decodes and stock.backend.is_fp8_kvcache is False and stock.plain is None
+    assert not stock.decodes and stock.backend.is_fp8_kvcache is False
+    assert not stock.make_plain(None) and stock.plain is None
     assert stock.affordable([3, 4]) == 7
     stock, layers = make(reads_pool=True)
     assert [layer.chunked_prefix_cache_threshold for layer in layers] == [8192, 8192] and stock.decodes
+    assert stock.plain is None and stock.make_plain(None) and stock.plain == "plain"
 
 
 @pytest.mark.parametrize("chunks", [False, True])
