@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import requests
-from conftest import Chat, Reference, Server, assert_same, counting, in_thread
+from conftest import Answer, Chat, Reference, Server, assert_same, counting, in_thread
 
 NAMES = [
     "Quedrom",
@@ -67,6 +67,16 @@ def watching(server: Server) -> Any:
     finally:
         stop.set()
         watcher.join()
+
+
+def ask_while_sharing(server: Server, early: list[Chat], late: list[Chat]) -> list[Answer]:
+    """Send the late chats when a step of the early ones has shared something; the answers of all."""
+    steps = server.info()["counters"]["steps_naive"]
+    answering = in_thread(server.ask, *early)
+    while server.info()["counters"]["steps_naive"] == steps and not answering.done():
+        time.sleep(0.05)
+    answers = server.ask(*late)
+    return [*answering.result(), *answers]
 
 
 LONG = 96
@@ -149,12 +159,8 @@ def test_later_requests_use_the_expanded_prefix_in_their_prefill(stock: Referenc
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted:
-        steps = hybrid.info()["counters"]["steps_naive"]
-        answering = in_thread(hybrid.ask, *early)
-        while hybrid.info()["counters"]["steps_naive"] == steps and not answering.done():
-            time.sleep(0.05)
-        actual = hybrid.ask(*late, Chat(half, question(9), 12, delay_s=1.0))  # not in one prefill with others
-        actual = answering.result() + actual
+        # The last one is not in one prefill with others.
+        actual = ask_while_sharing(hybrid, early, [*late, Chat(half, question(9), 12, delay_s=1.0)])
     assert_same(actual, expected.result())
     assert counted.prefills_naive > 0 and counted.prefill_tokens_saved > 4 * 200
 
@@ -192,12 +198,12 @@ def test_prefix_splits_while_it_is_used(stock: Reference, hybrid: Server) -> Non
     half = SYSTEM[: len(SYSTEM) // 2] + "Now forget physics and talk about gardens instead. " * 4
     # Long enough for `watching` to see both groups at once, also on a machine that does other things.
     early = [Chat(SYSTEM, question(i), max_tokens=240) for i in range(3)]
-    late = [Chat(half, question(i), max_tokens=160, delay_s=0.4) for i in range(3)]
+    late = [Chat(half, question(i), max_tokens=160) for i in range(3)]
     expected = stock.asking(*early, *late)
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted, watching(hybrid) as seen:
-        actual = hybrid.ask(*early, *late)
+        actual = ask_while_sharing(hybrid, early, late)
     assert_same(actual, expected.result())
     assert counted.steps_naive > 0
     assert any(len({group["prefix_len"] for group in groups}) == 2 for groups in seen)
