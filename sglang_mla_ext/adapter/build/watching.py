@@ -8,7 +8,7 @@ from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.launch.prefix_memory_report import PROMPT_TOKENS, PrefixMemoryReport
 from sglang_mla_ext.adapter.prefill.expander import weights_of
-from sglang_mla_ext.adapter.step.shadow import ShadowCheck
+from sglang_mla_ext.adapter.step.shadow import BOUND, WIDE_BOUND, ShadowCheck
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
@@ -26,10 +26,12 @@ def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *,
     Returns:
         None where it does not run here; that is counted.
     """
-    model, options, counters = context.model, context.server.options, context.counters
+    server, model, counters = context.server, context.model, context.counters
+    options = server.options
     if weights_of(model.first, model.dtype) is None:
         counters.fall_back(Fallback.SHADOW_CHECK_WEIGHTS)
         return None
+    rounds = FP8 in (model.prefix_dtype(options), model.latent_dtype) or server.ranks.sharding > 1
     shadow = ShadowCheck(
         options.verify_interval,
         model.layers,
@@ -39,8 +41,8 @@ def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *,
         in_latent_space=not naive,
         dtype=model.dtype,
         device=context.runner.device,
-        fp8=FP8 in (model.prefix_dtype(options), model.latent_dtype),
-        query_tokens=context.server.query_tokens,
+        bound=WIDE_BOUND if rounds else BOUND,
+        query_tokens=server.query_tokens,
         memory=context.memory,
     )
     try:

@@ -12,10 +12,12 @@ import pytest
 import torch
 from decode_world import HEADS, KINDS, LAYER_IDS, PAGE, Graph, World, groups_of
 
+from sglang_mla_ext.adapter.build import watching
 from sglang_mla_ext.adapter.step import shadow as shadow_module
 from sglang_mla_ext.adapter.step.passes import passes
-from sglang_mla_ext.adapter.step.shadow import BOUND, BOUND_FP8, CheckedRows, Finding, ShadowCheck, row_errors
+from sglang_mla_ext.adapter.step.shadow import BOUND, WIDE_BOUND, CheckedRows, Finding, ShadowCheck, row_errors
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
+from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
@@ -281,4 +283,36 @@ def test_options_and_bounds() -> None:
     assert HybridMLAOptions().verify_interval == 0
     with pytest.raises(OptionError, match="verify-interval"):
         HybridMLAOptions(verify_interval=-1)
-    assert 0.01 < BOUND < BOUND_FP8 < 0.3
+    assert 0.01 < BOUND < WIDE_BOUND < 0.3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "prefix", "latent", "bound"),
+    [
+        (1, torch.bfloat16, torch.bfloat16, BOUND),
+        (2, torch.bfloat16, torch.bfloat16, WIDE_BOUND),
+        (1, FP8, torch.bfloat16, WIDE_BOUND),
+        (1, torch.bfloat16, FP8, WIDE_BOUND),
+    ],
+    ids=str,
+)
+def test_the_bound_fits_what_is_expanded(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, prefix: torch.dtype, latent: torch.dtype, bound: float
+) -> None:
+    """In FP8, or by another rank from its own latent rows, it is not as near to what plain absorb computes."""
+    found: list[float] = []
+    shadow = SimpleNamespace(try_out=lambda: None)
+    monkeypatch.setattr(watching, "ShadowCheck", lambda *_, bound, **more: found.append(bound) or shadow)
+    monkeypatch.setattr(watching, "weights_of", lambda layer, dtype: ())
+    sharing = SimpleNamespace(sharding=ranks)
+    context: Any = SimpleNamespace(
+        server=SimpleNamespace(options=HybridMLAOptions(verify_interval=1), ranks=sharing, query_tokens=1),
+        model=SimpleNamespace(
+            first=None, layers=[], dtype=torch.bfloat16, latent_dtype=latent, prefix_dtype=lambda options: prefix
+        ),
+        runner=SimpleNamespace(device="cpu"),
+        counters=None,
+        memory=None,
+    )
+    nothing: Any = None
+    assert watching.make_shadow(context, nothing, nothing, naive=True) is shadow and found == [bound]
