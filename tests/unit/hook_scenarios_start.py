@@ -141,6 +141,34 @@ def scenario_decode_graphs_are_captured_with_sharing_and_without() -> None:
     passes.end()
 
 
+def scenario_ranks_that_divide_the_heads_select_the_same_graph() -> None:
+    """By the requests of the batch, before anything that may fail on one of the ranks."""
+    if OLDEST:
+        return
+    server = Server()
+    from sglang_mla_ext.adapter.step.beginnings import Beginnings
+
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    for request in requests:
+        request.origin_input_ids, request.extra_key = [ord(letter) for letter in PROMPT], None
+    server.steps.beginnings = Beginnings(tokens=len(PROMPT), requests=2)
+    server.forward("DECODE", requests)
+    assert server.shares() and server.steps.shares_now()
+    server.forward("DECODE", requests[:1])
+    assert not server.shares() and not server.steps.shares_now()
+
+    def fails(*args: Any) -> None:
+        raise ValueError("on this rank alone")
+
+    server.session.admission.choose = fails
+    server.forward("DECODE", requests)
+    assert server.steps.shares_now() and server.counters.fallbacks == {"begin_pass": 1}
+    server.steps.beginnings.some_are_alike = fails
+    server.forward("DECODE", requests)
+    kind, message = refused(server.steps.shares_now)
+    assert kind == "RuntimeError" and "could not be compared" in message
+
+
 # ---- the backend's factory
 
 

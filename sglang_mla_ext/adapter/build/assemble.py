@@ -17,10 +17,11 @@ from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, m
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.failure import several_ranks
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-from sglang_mla_ext.adapter.ranks.ranks import all_ranks_agree, check_alike, drawn_key, rules, tp_group
+from sglang_mla_ext.adapter.ranks.ranks import all_ranks_agree, check_alike, drawn_key, is_alike, rules, tp_group
 from sglang_mla_ext.adapter.ranks.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
+from sglang_mla_ext.adapter.step.beginnings import Beginnings
 from sglang_mla_ext.adapter.step.layer import hand_over_queries, merge_before_o_proj, take_over
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.reports import Reports
@@ -87,6 +88,8 @@ def build(
     if make_sharded is not None:
         steps.sharded = make_sharded(requests=sharing, can_share=steps.can_share, fail=steps.fail)
     steps.plain_graphs = captures_plain_graphs(context, stock, sharing, sharded=make_sharded is not None)
+    if steps.plain_graphs and make_sharded is None and several_ranks():
+        steps.beginnings = Beginnings(options.min_prefix_len, sharing.start)
     backend = HybridMLABackend(
         stock,
         latent,
@@ -131,11 +134,8 @@ def expand_alike(context: Context, taken_bytes: int, cost: CostModel) -> Expandi
 
 
 def captures_plain_graphs(context: Context, stock: Stock, sharing: range, *, sharded: bool) -> bool:
-    """Return whether decode graphs are also captured without shared attention; the same on all ranks.
-
-    SGLang's all-reduce reads other ranks' memory at addresses that each captured graph has of its own. So ranks that
-    compute together must replay the same variant. They agree on it where they shard prefixes; otherwise what one shares
-    may differ, with requests of its own or after a failure.
+    """Return whether decode graphs are also captured without shared attention; the same on all ranks. See
+    graph_variants.py for the ranks that can.
 
     Args:
         sharing: numbers of requests of a step that can share.
@@ -143,10 +143,10 @@ def captures_plain_graphs(context: Context, stock: Stock, sharing: range, *, sha
     server = context.server
     # Dynamo's trace of one variant may not hold for the other.
     possible = installed.has_graph_variants and not server.args.enable_torch_compile
-    if not possible or (several_ranks() and not sharded):
+    if not possible or (server.ranks.dp > 1 and not sharded):
         return False
     wanted = len(sharing) > 0 and (stock.make_plain(context.runner) or (sharded and not server.ranks.by_stores))
-    return all_ranks_agree(tp_group())(wanted) if sharded else wanted
+    return is_alike((wanted, sharing)) and wanted
 
 
 def make_sharing(

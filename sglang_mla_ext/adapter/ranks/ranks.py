@@ -68,17 +68,26 @@ def check_alike(mine: Mapping[str, object]) -> None:
     Raises:
         RanksDifferError: on all ranks.
     """
-    if not several_ranks():
-        return
-    group = tp_group()
-    of_ranks: list[dict[str, str]] = [{} for _ in range(group.world_size)]
-    said = {name: str(value) for name, value in mine.items()}
-    torch.distributed.all_gather_object(of_ranks, said, group=group.cpu_group)
-    if differences := differing(of_ranks):
+    if differences := differing(_gathered({name: str(value) for name, value in mine.items()})):
         raise RanksDifferError(
             f"hybrid_mla: the ranks of this server differ. {'; '.join(differences)}. Start all nodes with the same "
             "options, on the same kind of GPU, with the same releases."
         )
+
+
+def is_alike(mine: object) -> bool:
+    """Return whether a value is the same on all ranks, as a string. All of them call this at the same time."""
+    return not differing(_gathered({"value": str(mine)}))
+
+
+def _gathered(mine: dict[str, str]) -> list[dict[str, str]]:
+    """Return what all ranks give, which call this at the same time."""
+    if not several_ranks():
+        return [mine]
+    group = tp_group()
+    of_ranks: list[dict[str, str]] = [{} for _ in range(group.world_size)]
+    torch.distributed.all_gather_object(of_ranks, mine, group=group.cpu_group)
+    return of_ranks
 
 
 def differing(of_ranks: list[dict[str, str]]) -> list[str]:

@@ -4,9 +4,12 @@ SGLang 0.5.23 captures a graph of each size for each of its attention variants, 
 replay (layers/attention/graph_variants.py). A plain graph is SGLang's own decode attention, or ours over an FP8 cache.
 
 A graph with shared attention takes longer where nothing is shared: a step of 128 requests with 128 heads takes 5 % more
-than FlashAttention-3's, and an exchange of sharded prefixes by NCCL 43 to 143 us a layer, on H200s. Ranks that compute
-together must replay the same variant: they vote on it where they shard prefixes, and have one graph of each size
-otherwise (assemble.py, captures_plain_graphs).
+than FlashAttention-3's, and an exchange of sharded prefixes by NCCL 43 to 143 us a layer, on H200s.
+
+SGLang's all-reduce reads other ranks' memory at addresses that each captured graph has of its own, so ranks that
+compute together must replay the same variant. They vote on it where they shard prefixes. Where they divide the heads,
+it follows from the prompts of the step's requests (beginnings.py), because what is shared may differ after a failure on
+one of them. With DP attention and prefixes of each rank's own there is one graph of each size.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class GraphVariants:
     def __init__(self, shares: Callable[[], bool]) -> None:
         """
         Args:
-            shares: whether the pass that begins shares anything; the same on all ranks.
+            shares: whether the pass that begins shares anything, or may; the same on all ranks.
         """
         self._shares = shares
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
+from sglang_mla_ext.adapter.step.beginnings import Beginnings
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, passes
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.observe import Counters
@@ -107,6 +108,7 @@ class Steps:
         shadow: None where nothing is checked.
         sharded: None where this rank holds its prefixes alone.
         plain_graphs: whether decode graphs are also captured without shared attention (graph_variants.py).
+        beginnings: of prompts, by which ranks that divide the heads select among these graphs; None elsewhere.
         query_tokens: of a request in a step that shares; more than one where drafts are verified.
         pause: forward passes until something is shared again.
     """
@@ -144,6 +146,8 @@ class Steps:
         self.shadow: ShadowCheck | None = None
         self.sharded: ShardedSteps | None = None
         self.plain_graphs = False
+        self.beginnings: Beginnings | None = None
+        self._may_share: bool | None = False  # None: the requests of the pass could not be compared
 
     def attach(self, tree: TreeView) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
@@ -156,11 +160,27 @@ class Steps:
         if self._transient is not None:
             self._transient.attach(tree)
 
+    def compare(self, reqs: Sequence[Req]) -> None:
+        """Find out whether requests of the coming pass may share something, alike on ranks that divide the heads."""
+        if self.beginnings is not None:
+            self._may_share = None
+            self._may_share = self.beginnings.some_are_alike(reqs)
+
     def shares_now(self) -> bool:
-        """Return whether the pass that begins shares anything; the same on all ranks that shard prefixes."""
+        """Return whether the pass that begins shares anything, or on ranks that divide the heads may share something;
+        the same on all ranks that compute together.
+
+        Raises:
+            RuntimeError: the requests could not be compared, so the other ranks may replay another graph, and with that
+                all results would be wrong.
+        """
         if self.sharded is not None:  # also where this rank's part could not begin: the others wait in the exchange
             return self.sharded.agreed
-        return bool(passes.now.plan.segments)
+        if self.beginnings is None:
+            return bool(passes.now.plan.segments)
+        if self._may_share is None:
+            raise RuntimeError("hybrid_mla: the requests of a step could not be compared")
+        return self._may_share or passes.now.mixed  # one request's new tokens share what is cached of it
 
     def plan_pass(
         self,
@@ -206,7 +226,8 @@ class Steps:
                 elif step.mixed:
                     step.plan = self._plan_mixed(step, reqs, running, prefix_lens)
                 elif self._shares and verifies == (self.query_tokens > 1):
-                    step.plan = self._plan_step(reqs)
+                    if self.beginnings is None or self.shares_now():  # else a graph without sharing is replayed
+                        step.plan = self._plan_step(reqs)
             except Exception as error:
                 self.fail(Fallback.PLAN_PASS, error)
         if kind.is_step and not step.mixed:  # a mixed pass is counted when it has come to its end (session.py)

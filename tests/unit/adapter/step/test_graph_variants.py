@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from decode_world import Graph, World, plan_pass
 
 from sglang_mla_ext.adapter.build import assemble
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.step.beginnings import Beginnings
 from sglang_mla_ext.adapter.step.graph_variants import PLAIN, SHARED, GraphVariants
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, Way, passes
 
@@ -56,15 +58,82 @@ def test_a_step_that_shares_nothing_replays_a_plain_graph(
     assert not world.steps.counters.fallbacks
 
 
-@pytest.mark.parametrize("reason", ["none", "ranks that share for themselves", "torch compile", "nothing shares"])
-def test_who_captures_plain_graphs(make_world: Any, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "captures"),
+    [
+        ("one rank", True),
+        ("ranks that divide the heads", True),
+        ("ranks that differ", False),
+        ("ranks that share for themselves", False),
+        ("torch compile", False),
+        ("nothing shares", False),
+    ],
+)
+def test_who_captures_plain_graphs(make_world: Any, monkeypatch: pytest.MonkeyPatch, case: str, captures: bool) -> None:
     """SGLang's all-reduce takes other ranks' addresses from the graph that a rank replays itself."""
     world = make_world()
-    world.runner.server_args.enable_torch_compile = reason == "torch compile"
-    monkeypatch.setattr(assemble, "several_ranks", lambda: reason == "ranks that share for themselves")
-    world.make("gpu", mode="absorb" if reason == "nothing shares" else "naive")
-    expected = installed.has_graph_variants and reason == "none"
-    assert world.steps.plain_graphs == expected and (world.backend._stock.plain is not None) == expected
+    arguments, ranks = world.runner.server_args, "ranks" in case
+    arguments.enable_torch_compile = case == "torch compile"
+    if case == "ranks that share for themselves":
+        vars(arguments).update(enable_dp_attention=True, dp_size=2, tp_size=2)
+    compared: list[Any] = []
+    monkeypatch.setattr(assemble, "several_ranks", lambda: ranks)
+    monkeypatch.setattr(assemble, "is_alike", lambda mine: compared.append(mine) or case != "ranks that differ")
+    world.make("gpu", mode="absorb" if case == "nothing shares" else "naive")
+    captures = captures and installed.has_graph_variants
+    assert world.steps.plain_graphs == captures
+    assert (world.steps.beginnings is not None) == (captures and ranks)
+    if captures:
+        assert world.backend._stock.plain is not None and compared == [(True, world.backend.preparation._requests)]
+
+
+def request(prompt: list[int], key: str | None = None, **more: Any) -> Any:
+    nothing = dict(input_embeds=None, positional_embed_overrides=None)
+    return Req(origin_input_ids=prompt, extra_key=key, **nothing | more)
+
+
+class Req(SimpleNamespace):
+    __hash__ = object.__hash__  # SGLang's are equal by identity, too
+    __eq__ = object.__eq__
+
+
+def test_requests_that_begin_alike() -> None:
+    one, other = list(range(8)), list(range(7, 15))
+    beginnings = Beginnings(tokens=6, requests=3)
+
+    def alike(*reqs: Any) -> bool:
+        return beginnings.some_are_alike(reqs)
+
+    assert not alike() and not alike(*map(request, (one, one[:7], other)))
+    assert alike(*map(request, (one, other, one[:7], one[:6])))
+    assert not alike(request(one), request(one[:5]), request(one[:5]), request(one)), "too short, whatever they are"
+    assert not alike(request(one), request(one, "salt"), request(one, "salt"), request(one, "another"))
+    assert alike(*(request(one, "salt") for _ in range(3)))
+    assert alike(request(one, input_embeds=[0.5])) and alike(request(one, positional_embed_overrides={}))
+    known = [request(one) for _ in range(3)]
+    assert alike(*known) and alike(*known)
+    known[0].origin_input_ids = [0]  # as SGLang does where it aborts one
+    assert not alike(*known)
+
+
+def test_ranks_that_divide_the_heads_select_by_prompts(make_world: Any) -> None:
+    """Not by a plan, which one of them may lack. Without a comparison there is no answer that is surely the others'."""
+    world = make_world()
+    world.make("gpu")
+    steps, alike = world.steps, [request(list(range(8))) for _ in range(2)]
+    assert not steps.shares_now(), "the server warms up"
+    steps.beginnings = Beginnings(tokens=6, requests=2)
+    passes.begin(Pass(Kind.DECODE))
+    for reqs, expected in ((alike, True), (alike[:1], False)):
+        steps.compare(reqs)
+        assert steps.shares_now() == expected
+    passes.begin(Pass(Kind.DECODE, mixed=True))
+    assert steps.shares_now(), "new tokens of one request share what is cached of it"
+    passes.end()
+    with pytest.raises(AttributeError):
+        steps.compare([None])
+    with pytest.raises(RuntimeError, match="could not be compared"):
+        steps.shares_now()
 
 
 def test_one_answer_for_a_pass() -> None:
