@@ -227,6 +227,27 @@ def test_prompts_made_for_one_name_keep_their_own_keys(stock: Reference, dp_atte
     assert sharded_since(before, dp_attention) > 0
 
 
+def test_prompts_with_other_salts_are_not_shared(stock: Reference, dp_attention: Server) -> None:
+    chats = [Chat(SYSTEM, question(i), LONG) for i in range(6)]
+    expected = stock.asking(*chats)
+
+    def answers(*salts: str) -> list[Answer]:
+        async def all_of_them() -> list[Answer]:
+            async with dp_attention.client() as client:
+                asked = zip(chats, salts, strict=True)
+                return await asyncio.gather(
+                    *(dp_attention.ask_one(client, chat, cache_salt=salt) for chat, salt in asked)
+                )
+
+        return asyncio.run(all_of_them())
+
+    before = dp_attention.counters()
+    assert_same(answers("a", "b", "c", "d", "e", "f"), expected.result())
+    assert sharded_since(before, dp_attention) == 0
+    assert_same(answers(*["g"] * 6), expected.result())
+    assert sharded_since(before, dp_attention) > 10
+
+
 @pytest.mark.slow
 def test_nodes_with_other_options_stop(servers: ServerPool, tmp_path: Path) -> None:
     """Both of them, with the values of both."""

@@ -151,6 +151,7 @@ def scenario_ranks_that_divide_the_heads_select_the_same_graph() -> None:
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     for request in requests:
         request.origin_input_ids, request.extra_key = [ord(letter) for letter in PROMPT], None
+        request.cache_salt = None
     server.steps.beginnings = Beginnings(tokens=len(PROMPT), requests=2)
     server.forward("DECODE", requests)
     assert server.shares() and server.steps.shares_now()

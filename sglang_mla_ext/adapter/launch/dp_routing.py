@@ -45,7 +45,7 @@ class Router:
             if getattr(request, "input_ids", None) is None or not hasattr(request, "sampling_params"):
                 continue  # a control message, or input embeddings
             self._drop_finished(unfinished)
-            salt = f"{getattr(request, 'extra_key', None)} {getattr(request, 'lora_id', None)}"
+            salt = f"{installed.namespace(request)} {request.lora_id}"
             named = request.routed_dp_rank
             request.routed_dp_rank = self._affinity.assign(request.rid, request.input_ids, salt, named)
 

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.ranks.ranks import check_alike
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.sharded.member import Member
@@ -66,7 +67,7 @@ class PromptNames:
             return ()
         prompt, names = self._names.get(req, (None, ()))
         if prompt is not req.origin_input_ids:
-            names = chunk_names(req.origin_input_ids, req.extra_key, self._chunk_tokens, self._key)
+            names = chunk_names(req.origin_input_ids, installed.namespace(req), self._chunk_tokens, self._key)
             self._names[req] = req.origin_input_ids, names
         return names
 

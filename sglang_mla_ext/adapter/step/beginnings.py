@@ -12,6 +12,8 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from sglang_mla_ext.adapter.compat import installed
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
@@ -39,8 +41,7 @@ class Beginnings:
         prompt, beginning = self._known.get(req, (None, None))
         if prompt is not req.origin_input_ids:  # an abort replaces it
             prompt = req.origin_input_ids
-            # Bytes, which know their hash. The salt and the LoRA adapter keep equal tokens apart.
             ids = array("q", prompt[: self._tokens]).tobytes() if len(prompt) >= self._tokens else None
-            beginning = None if ids is None else (ids, req.extra_key)
+            beginning = None if ids is None else (ids, installed.namespace(req))  # bytes remember their hash
             self._known[req] = prompt, beginning
         return beginning

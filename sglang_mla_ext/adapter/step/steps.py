@@ -226,8 +226,7 @@ class Steps:
                 elif step.mixed:
                     step.plan = self._plan_mixed(step, reqs, running, prefix_lens)
                 elif self._shares and verifies == (self.query_tokens > 1):
-                    if self.beginnings is None or self.shares_now():  # else a graph without sharing is replayed
-                        step.plan = self._plan_step(reqs)
+                    step.plan = self._plan_step(reqs)
             except Exception as error:
                 self.fail(Fallback.PLAN_PASS, error)
         if kind.is_step and not step.mixed:  # a mixed pass is counted when it has come to its end (session.py)

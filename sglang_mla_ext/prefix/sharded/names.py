@@ -27,7 +27,7 @@ def chunk_names(tokens: Sequence[int], salt: str | None, chunk: int, key: bytes)
     and two paths have names in common as far as they have tokens in common.
 
     Args:
-        salt: what keeps equal tokens apart, SGLang's `extra_key`: the cache salt and the LoRA adapter.
+        salt: what keeps equal tokens apart: SGLang's key, which has the LoRA adapter, and the cache salt.
         chunk: tokens of a chunk.
         key: secret of the server, the same on all its ranks.
     """

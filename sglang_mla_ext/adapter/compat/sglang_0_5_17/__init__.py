@@ -59,6 +59,11 @@ class Release0517(Arguments0517):
         """Return the new tokens that a prefill batch computes of a request."""
         return int(req.extend_range.length)
 
+    def namespace(self, req: Any) -> str | None:
+        """Return what keeps the tokens of a request, or of a tokenized one, apart from equal tokens of others."""
+        key: str | None = req.extra_key
+        return key
+
     def dp_rank(self, scheduler: Scheduler) -> int:
         """Return the data-parallel rank of a scheduler, a replica or a rank of DP attention; 0 where it is alone."""
         return int(scheduler.ps.dp_rank or 0)

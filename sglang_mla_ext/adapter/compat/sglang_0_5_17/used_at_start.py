@@ -50,7 +50,7 @@ metrics: observability.metrics_collector.SchedulerMetricsCollector: labels
 the requests of a step: managers.schedule_batch.ScheduleBatch: reqs
 a request's path in the radix tree: managers.schedule_batch.Req: rid last_node
 slots of a request: managers.schedule_batch.Req: req_pool_idx
-prompts not told by tokens: managers.schedule_batch.Req: input_embeds positional_embed_overrides
+which prompts are alike: managers.schedule_batch.Req: input_embeds positional_embed_overrides extra_key
 who runs, and how long it is: managers.schedule_batch.Req: finished(self) seqlen
 empty prompts
     managers.utils: validate_input_length(req, max_req_input_len, allow_auto_truncate)

@@ -218,7 +218,6 @@ USED_BY_FEATURES = {
             distributed.parallel_state.GroupCoordinator: _all_to_all_single(self, output, input) device_group
                 rank_in_group ranks
         its graphs: model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner: capture_bs
-        names of prompts: managers.schedule_batch.Req: extra_key
         what cannot be sharded: server_args.ServerArgs: elastic_ep_backend enable_dp_lm_head moe_dense_tp_size
     """,
     Feature.ROUTING: """

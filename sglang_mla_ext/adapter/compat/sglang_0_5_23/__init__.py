@@ -46,6 +46,11 @@ class Release0523(Arguments0523, Release0517):
     def extend_tokens(self, req: Req) -> int:
         return int(req.extend_len)
 
+    def namespace(self, req: Any) -> str | None:
+        """See Release0517: a key and a salt, which older releases join to one key."""
+        both = req.extra_key, req.cache_salt
+        return None if both == (None, None) else repr(both)
+
     def dp_rank(self, scheduler: Scheduler) -> int:
         from sglang.srt.runtime_context import get_parallel
 

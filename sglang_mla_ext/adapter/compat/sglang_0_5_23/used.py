@@ -30,6 +30,7 @@ USES = {
         dropping expansions
             managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager:
                 end_weight_update(self, recv_req)
+        which prompts are alike: managers.schedule_batch.Req: cache_salt
         slots of a request
             managers.schedule_batch.Req: kv
             managers.schedule_batch.ReqKvInfo: req_pool_idx
@@ -65,6 +66,9 @@ USES = {
     """,
     Feature.MIXED: """
         new tokens of a batch: managers.schedule_batch.Req: extend_len
+    """,
+    Feature.ROUTING: """
+        a request's rank: managers.io_struct.TokenizedGenerateReqInput: cache_salt
     """,
     Feature.PREFILL_GRAPH: """
         attention between two segments of a prefill graph

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.launch import dp_routing
 from sglang_mla_ext.adapter.launch.dp_routing import Router
 from sglang_mla_ext.prefix.affinity import LEAST_SLACK, PAGE_TOKENS, SLACK, PromptAffinity
@@ -116,7 +117,8 @@ def test_memory_is_bounded_and_the_least_recently_used_go_first() -> None:
 
 
 def request(rid: str, tokens: list[int] | None, **fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(rid=rid, input_ids=tokens, sampling_params=None, routed_dp_rank=None, **fields)
+    apart = dict(extra_key=None, cache_salt=None, lora_id=None) | fields
+    return SimpleNamespace(rid=rid, input_ids=tokens, sampling_params=None, routed_dp_rank=None, **apart)
 
 
 def test_requests_get_a_rank_and_count_until_they_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +142,7 @@ def test_requests_get_a_rank_and_count_until_they_are_finished(monkeypatch: pyte
     assert send(request("d", [5])) == [0] and router._affinity.load == [1, 1]
 
 
-@pytest.mark.parametrize("field", ["extra_key", "lora_id"])
+@pytest.mark.parametrize("field", ["extra_key", "lora_id", *(["cache_salt"] if contract.line() != "0.5.17" else [])])
 def test_requests_that_cannot_share_need_not_stay_together(field: str) -> None:
     """Of one prompt, but of two tenants or two adapters."""
     router, sent = Router(2, 2 * PAGE_TOKENS), [request(name, PROMPTS[0], **{field: name}) for name in ("a", "b")]

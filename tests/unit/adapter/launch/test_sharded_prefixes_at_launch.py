@@ -11,9 +11,10 @@ import pytest
 import test_limits
 import torch
 
+from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.launch import limits, sharded_prefixes
 from sglang_mla_ext.adapter.ranks import ranks, sharded
-from sglang_mla_ext.adapter.ranks.sharded import ShardedSteps
+from sglang_mla_ext.adapter.ranks.sharded import PromptNames, ShardedSteps
 from sglang_mla_ext.kernels.naive import peers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
@@ -24,7 +25,7 @@ from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner.planner import Planner
 from sglang_mla_ext.prefix.planner.room import Capacity
 from sglang_mla_ext.prefix.sharded.member import Member
-from sglang_mla_ext.prefix.sharded.names import Names, chunk_names
+from sglang_mla_ext.prefix.sharded.names import KEY_BYTES, Names, chunk_names
 from sglang_mla_ext.prefix.sharded.reports import Reports
 from sglang_mla_ext.prefix.sharing import Sharing
 
@@ -199,7 +200,8 @@ class Request(SimpleNamespace):
 
 def request(tokens: int, **changes: Any) -> Any:
     embeds = {"input_embeds": None, "positional_embed_overrides": None}
-    return Request(**{"origin_input_ids": list(range(tokens)), "extra_key": None, **embeds, **changes})
+    keys = {"extra_key": None, "cache_salt": None}
+    return Request(**{"origin_input_ids": list(range(tokens)), **keys, **embeds, **changes})
 
 
 def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
@@ -219,6 +221,17 @@ def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
     others = [request(600, positional_embed_overrides=object()) for _ in range(2)]
     assert rank.step(others) is None and rank.prefixes.source.expanded_lens(others, [600, 600]) == [0, 0]
     assert not rank.failures and not rank.counters.not_sharded
+
+
+def test_keys_and_salts_keep_names_apart() -> None:
+    """SGLang 0.5.17 joins the salt to the key; newer releases have two fields. Clients write anything in them."""
+    apart = [{}, {"extra_key": "a"}, {"extra_key": "b"}, {"extra_key": "('a', None)"}]
+    if contract.line() != "0.5.17":
+        apart += [{"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a", "cache_salt": "b"}]
+        apart += [{"extra_key": "b", "cache_salt": "a"}, {"extra_key": "None", "cache_salt": "a"}]
+    names = PromptNames(bytes(KEY_BYTES), CHUNK)
+    assert len({names(request(600, **keys)) for keys in apart}) == len(apart)
+    assert all(names(request(600, **keys)) == names(request(600, **keys)) for keys in apart)
 
 
 def test_in_a_mixed_batch_running_requests_share_all_of_their_prompts() -> None:

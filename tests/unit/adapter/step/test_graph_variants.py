@@ -10,7 +10,7 @@ import pytest
 from decode_world import Graph, World, plan_pass
 
 from sglang_mla_ext.adapter.build import assemble
-from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.step.beginnings import Beginnings
 from sglang_mla_ext.adapter.step.graph_variants import PLAIN, SHARED, GraphVariants
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, Way, passes
@@ -88,7 +88,7 @@ def test_who_captures_plain_graphs(make_world: Any, monkeypatch: pytest.MonkeyPa
 
 
 def request(prompt: list[int], key: str | None = None, **more: Any) -> Any:
-    nothing = dict(input_embeds=None, positional_embed_overrides=None)
+    nothing = dict(input_embeds=None, positional_embed_overrides=None, cache_salt=None)
     return Req(origin_input_ids=prompt, extra_key=key, **nothing | more)
 
 
@@ -109,6 +109,8 @@ def test_requests_that_begin_alike() -> None:
     assert not alike(request(one), request(one[:5]), request(one[:5]), request(one)), "too short, whatever they are"
     assert not alike(request(one), request(one, "salt"), request(one, "salt"), request(one, "another"))
     assert alike(*(request(one, "salt") for _ in range(3)))
+    salted = [request(one, cache_salt=salt) for salt in ("one", "another", None)]
+    assert alike(*salted) == (contract.line() == "0.5.17"), "which joins the salt to the key"
     assert alike(request(one, input_embeds=[0.5])) and alike(request(one, positional_embed_overrides={}))
     known = [request(one) for _ in range(3)]
     assert alike(*known) and alike(*known)
