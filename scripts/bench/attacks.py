@@ -114,8 +114,8 @@ class Attacks:
     def invalid(self) -> Attack:
         """Send what is no prompt.
 
-        Not among them: an integer that is no token's id, and an empty prompt in a list of prompts. SGLang 0.5.17 does
-        not look at either, and its scheduler ends, whatever the backend.
+        Not among them: an integer that is no token's id, at which SGLang 0.5.17's scheduler ends, whatever the backend;
+        and an empty prompt in a list, at which it ends without this package.
         """
         asked: list[Any] = [["five"], [None], 7, "7", {"a": 1}, [5.5], [True, "5"], [[[5]]]]
         wave = [{"input_ids": ids, "sampling_params": {"max_new_tokens": 2}} for ids in asked]
