@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from hooked_worker import DN, DR, HEADS, PROMPT, RANK, Server, batch_of
+from release import OLDEST
 
 
 def attend(server: Server, batch: Any) -> None:
@@ -39,12 +40,17 @@ def scenario_a_step_is_checked_behind_its_forward_pass() -> None:
     model.is_draft_worker, draft.is_draft_worker = False, True
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
 
+    read_early = "war_fastpath_read_done_event" if OLDEST else "shared_read_done_event"
+
     def step() -> None:
         server.forward("DECODE", requests)
         batch = batch_of(server, requests, new_tokens=1)
         server.backend.init_forward_metadata(batch)
         attend(server, batch)
+        setattr(model, read_early, "the graph has read slots")
         assert draft.forward(batch) == model.forward(batch) == "SGLang's output"
+        # Without the event the scheduler waits for the check, too, before it gives a request's place to another.
+        assert getattr(model, read_early) is None
 
     for checks in range(3):
         step()

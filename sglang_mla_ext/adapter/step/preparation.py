@@ -122,16 +122,22 @@ class Preparation:
         if step.way is not Way.STOCK:
             self._begin_latent(step, forward_batch)
 
-    def end_step(self, forward_batch: ForwardBatch) -> None:
-        """The step has been launched: check it, if its turn has come."""
+    def end_step(self, forward_batch: ForwardBatch) -> bool:
+        """The step has been launched: check it, if its turn has come.
+
+        Returns:
+            whether a check was launched, which reads the requests' slots.
+        """
         if self._steps.shadow is None:
-            return
+            return False
+        checked = True
         try:
-            if self._steps.shadow.end_step(forward_batch):
-                self._written = None  # what was planned for attention to latents
+            checked = self._steps.shadow.end_step(forward_batch)
         except Exception as error:
-            self._written = None
             self._steps.fail(Fallback.SHADOW_CHECK, error)
+        if checked:
+            self._written = None  # what was planned for attention to latents
+        return checked
 
     def count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
         """Count the rows of a decode or verify step that SGLang runs as prefill, and of requests that decode in one."""

@@ -121,7 +121,7 @@ class Session:
                 output = self.admission.paired.of_step(output)
             return output
         finally:
-            self._end_pass(forward_batch, launched)
+            self._end_pass(runner, forward_batch, launched)
 
     @guarded(Fallback.EXTEND_DRAFT)
     def _extend_draft(self, runner: ModelRunner, forward_batch: Any) -> Any:
@@ -132,12 +132,13 @@ class Session:
         self.admission.paired.keep(output)
 
     @guarded(Fallback.END_PASS)
-    def _end_pass(self, forward_batch: Any, launched: bool) -> None:
+    def _end_pass(self, runner: ModelRunner, forward_batch: Any, launched: bool) -> None:
         step = passes.now
         passes.end()
         if not launched:
             return
-        self.backend.preparation.end_step(forward_batch if step.as_rows is None else step.as_rows)
+        if self.backend.preparation.end_step(forward_batch if step.as_rows is None else step.as_rows):
+            installed.keep_shared(runner)
         if step.joined is not None:
             new_tokens = step.joined.extend_num_tokens
             self.steps.counters.count_mixed(step.plan, step.rows.requests, step.decoding, new_tokens, verifies=True)

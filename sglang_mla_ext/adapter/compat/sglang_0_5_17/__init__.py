@@ -64,6 +64,11 @@ class Release0517(Arguments0517):
         key: str | None = req.extra_key
         return key
 
+    def keep_shared(self, runner: ModelRunner) -> None:
+        """Have the scheduler write to what a pass reads, as slots of requests, only behind all that was launched with
+        the pass, not once its graph has read them."""
+        runner.war_fastpath_read_done_event = None
+
     def dp_rank(self, scheduler: Scheduler) -> int:
         """Return the data-parallel rank of a scheduler, a replica or a rank of DP attention; 0 where it is alone."""
         return int(scheduler.ps.dp_rank or 0)

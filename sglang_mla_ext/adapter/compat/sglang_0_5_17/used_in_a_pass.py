@@ -18,6 +18,7 @@ building the backend
     model_executor.model_runner.ModelRunner: device dtype is_draft_worker kv_cache_dtype memory_saver_adapter model
         model_config req_to_token_pool server_args token_to_kv_pool use_mla_backend
 the shadow check: model_executor.model_runner.ModelRunner: forward(self, forward_batch)
+what the shadow check reads: model_executor.model_runner.ModelRunner: war_fastpath_read_done_event
 SGLang's chunks start where expanded prefixes end
     model_executor.forward_batch_deepseek_mha_mixin.ForwardBatchDeepSeekMHAMixin:
         prepare_chunked_prefix_cache_info(self, device) prepare_chunked_kv_indices(self, device)

@@ -51,6 +51,10 @@ class Release0523(Arguments0523, Release0517):
         both = req.extra_key, req.cache_salt
         return None if both == (None, None) else repr(both)
 
+    def keep_shared(self, runner: ModelRunner) -> None:
+        """See Release0517 (`_apply_war_barrier`, managers/scheduler.py:2012)."""
+        runner.shared_read_done_event = None
+
     def dp_rank(self, scheduler: Scheduler) -> int:
         from sglang.srt.runtime_context import get_parallel
 

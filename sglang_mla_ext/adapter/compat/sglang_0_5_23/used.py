@@ -31,6 +31,7 @@ USES = {
             managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager:
                 end_weight_update(self, recv_req)
         which prompts are alike: managers.schedule_batch.Req: cache_salt
+        what the shadow check reads: model_executor.model_runner.ModelRunner: shared_read_done_event
         slots of a request
             managers.schedule_batch.Req: kv
             managers.schedule_batch.ReqKvInfo: req_pool_idx
@@ -144,6 +145,7 @@ CHANGES = Changes(
         "server_args.ServerArgs.override",
         "server_args.ServerArgs._validate_ib_devices",
         "managers.schedule_batch.Req.req_pool_idx",
+        "model_executor.model_runner.ModelRunner.war_fastpath_read_done_event",
         "managers.schedule_batch.Req.extend_range",
         "managers.scheduler.Scheduler.ps",
         "distributed.parallel_state_wrapper.ParallelState",
