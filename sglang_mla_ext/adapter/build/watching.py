@@ -31,7 +31,7 @@ def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *,
     if weights_of(model.first, model.dtype) is None:
         counters.fall_back(Fallback.SHADOW_CHECK_WEIGHTS)
         return None
-    rounds = FP8 in (model.prefix_dtype(options), model.latent_dtype) or server.ranks.sharding > 1
+    coarse = FP8 in (model.prefix_dtype(options), model.latent_dtype) or server.ranks.sharding > 1
     shadow = ShadowCheck(
         options.verify_interval,
         model.layers,
@@ -41,7 +41,7 @@ def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *,
         in_latent_space=not naive,
         dtype=model.dtype,
         device=context.runner.device,
-        bound=WIDE_BOUND if rounds else BOUND,
+        bound=WIDE_BOUND if coarse else BOUND,
         query_tokens=server.query_tokens,
         memory=context.memory,
     )

@@ -52,15 +52,8 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, GROUPS: 4, REPLICAS: 2, NODES: 2},
             **{SHARDED: 2, TRANSIENT: 2, MIXED: 2, MIXED_DP: 2, HOST_CACHE: 1, FILES: 1, NIXL: 1, FP8_CACHE: 1},
-            **{
-                KIMI_LINEAR: 1,
-                KIMI_K3: 1,
-                KIMI_K3_TEXT: 1,
-                GLM_FLASH: 1,
-                MISTRAL: 1,
-                DRAFTS: 2,
-                DRAFTS_OVER_SHARDED: 2,
-            },
+            **{KIMI_LINEAR: 1, KIMI_K3: 1, KIMI_K3_TEXT: 1, GLM_FLASH: 1, MISTRAL: 1},
+            **{DRAFTS: 2, DRAFTS_OVER_SHARDED: 2},
         },
     },
 }
