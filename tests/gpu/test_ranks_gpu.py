@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_gpu import BATCH, NEW_TOKENS, all_answers, differences_of, make_model
+from test_engine_gpu import BATCH, NEW_TOKENS, PREFIX, all_answers, differences_of, make_model
 from test_speculative_gpu import DRAFTS, FLASHINFER, FP8, MODES, STOCK, TRUTH, check
 
 from sglang_mla_ext.adapter.compat import installed
@@ -64,6 +64,27 @@ def test_ranks_that_divide_the_heads(tmp_path: Path) -> None:
         model, tmp_path, {"truth": TRUTH, **{name: one | TENSOR_PARALLEL for name, one in engines.items()}}, AT_A_TIME
     )
     check_ranks(found, largest_group=BATCH)
+
+
+@pytest.mark.skipif(not installed.has_graph_variants, reason="SGLang has graph variants from 0.5.23 on")
+def test_ranks_that_divide_the_heads_select_the_same_graph(tmp_path: Path) -> None:
+    """SGLang's own all-reduce knows the other ranks' addresses graph by graph. Requests share nothing, or all of them
+    share, but for the last ones with drafts."""
+    model = make_model(tmp_path / "checkpoint", "--heads", str(16 * GPUS), "--nextn")
+    ranks = MODES["naive"] | dict(tp_size=GPUS)
+    alone = {"truth": TRUTH, "flashinfer": FLASHINFER | dict(disable_radix_cache=True)}
+    engines = {"decode": ranks, "verify": ranks | DRAFTS}
+    for prefix, shares in ((16, False), (PREFIX, True)):
+        asked = {name: one | dict(prefix=prefix) for name, one in {**alone, **engines}.items()}
+        folder = tmp_path / str(prefix)
+        folder.mkdir()
+        found = all_answers(model, folder, asked)
+        apart = differences_of(found.pop("truth"), found)
+        for name in engines:
+            check(name, apart[name], apart["flashinfer"], fp8=False)
+            for rank in found[name]["ranks"]:
+                counters = rank["counters"]
+                assert counters["fallbacks"] == {} and (counters["steps_naive"] > 0) == shares, (name, counters)
 
 
 def test_ranks_that_divide_the_requests(tmp_path: Path) -> None:
