@@ -66,12 +66,11 @@ def test_ranks_that_divide_the_heads(tmp_path: Path) -> None:
     check_ranks(found, largest_group=BATCH)
 
 
-@pytest.mark.skipif(not installed.has_graph_variants, reason="SGLang has graph variants from 0.5.23 on")
 def test_ranks_that_divide_the_heads_select_the_same_graph(tmp_path: Path) -> None:
     """SGLang's own all-reduce knows the other ranks' addresses graph by graph. Requests share nothing, or all of them
     share, but for the last ones with drafts."""
     model = make_model(tmp_path / "checkpoint", "--heads", str(16 * GPUS), "--nextn")
-    ranks = MODES["naive"] | dict(tp_size=GPUS)
+    ranks = MODES["naive"] | (dict(tp_size=GPUS) if installed.has_graph_variants else TENSOR_PARALLEL)
     alone = {"truth": TRUTH, "flashinfer": FLASHINFER | dict(disable_radix_cache=True)}
     engines = {"decode": ranks, "verify": ranks | DRAFTS}
     for prefix, shares in ((16, False), (PREFIX, True)):

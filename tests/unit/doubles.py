@@ -274,3 +274,16 @@ class PlainBackend(StockBackend):
     ) -> Tensor:
         """Attend in a verify step."""
         return self._attend(torch.cat([q, q_rope], dim=-1), k, layer, save_kv_cache, self._queries)
+
+
+class Request(SimpleNamespace):
+    """SGLang's request, equal by identity."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+def request(prompt: list[int], **changes: Any) -> Any:
+    """Make a request of a prompt, with what keeps it apart from others."""
+    keys = {"extra_key": None, "cache_salt": None}
+    embeds = {"input_embeds": None, "positional_embed_overrides": None}
+    return Request(**{"origin_input_ids": prompt, **keys, **embeds, **changes})

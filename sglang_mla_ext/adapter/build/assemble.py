@@ -17,11 +17,11 @@ from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, m
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.failure import several_ranks
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+from sglang_mla_ext.adapter.ranks.prompts import Beginnings, PromptNames
 from sglang_mla_ext.adapter.ranks.ranks import all_ranks_agree, check_alike, drawn_key, is_alike, rules, tp_group
-from sglang_mla_ext.adapter.ranks.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
+from sglang_mla_ext.adapter.ranks.sharded import ShardedSteps, SlotsOfPass, gather_over
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
-from sglang_mla_ext.adapter.step.beginnings import Beginnings
 from sglang_mla_ext.adapter.step.layer import hand_over_queries, merge_before_o_proj, take_over
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.reports import Reports

@@ -16,15 +16,14 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.ranks.prompts import PromptNames
 from sglang_mla_ext.adapter.ranks.ranks import check_alike
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.sharded.member import Member
-from sglang_mla_ext.prefix.sharded.names import Name, Names, chunk_names
+from sglang_mla_ext.prefix.sharded.names import Name, Names
 from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 from sglang_mla_ext.prefix.sharded.reports import Reports
 from sglang_mla_ext.prefix.sharded.vote import Gather, Vote
@@ -32,7 +31,7 @@ from sglang_mla_ext.reasons import Fallback, NotSharded
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -47,29 +46,6 @@ UNUSED_S = 600
 """Seconds with requests after which the log says that no step has shared a prefix."""
 
 logger = logging.getLogger(__name__)
-
-
-class PromptNames:
-    """Names of requests' prompts, chunk by chunk."""
-
-    def __init__(self, key: bytes, chunk_tokens: int) -> None:
-        """
-        Args:
-            key: of the names, the same on all ranks.
-        """
-        self._key, self._chunk_tokens = key, chunk_tokens
-        # Names of every request that SGLang still has, with the prompt that was named, which an abort replaces.
-        self._names: WeakKeyDictionary[Req, tuple[Any, Names]] = WeakKeyDictionary()
-
-    def __call__(self, req: Req) -> Names:
-        # Then equal tokens do not have equal keys.
-        if req.input_embeds is not None or req.positional_embed_overrides is not None:
-            return ()
-        prompt, names = self._names.get(req, (None, ()))
-        if prompt is not req.origin_input_ids:
-            names = chunk_names(req.origin_input_ids, installed.namespace(req), self._chunk_tokens, self._key)
-            self._names[req] = req.origin_input_ids, names
-        return names
 
 
 class SlotsOfPass:

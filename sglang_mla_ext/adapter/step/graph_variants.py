@@ -8,8 +8,8 @@ than FlashAttention-3's, and an exchange of sharded prefixes by NCCL 43 to 143 u
 
 SGLang's all-reduce reads other ranks' memory at addresses that each captured graph has of its own, so ranks that
 compute together must replay the same variant. They vote on it where they shard prefixes. Where they divide the heads,
-it follows from the prompts of the step's requests (beginnings.py), because what is shared may differ after a failure on
-one of them. With DP attention and prefixes of each rank's own there is one graph of each size.
+what is shared may differ after a failure on one of them, so it follows from the prompts of the step's requests
+(adapter/ranks/prompts.py). With DP attention and prefixes of each rank's own there is one graph of each size.
 """
 
 from __future__ import annotations

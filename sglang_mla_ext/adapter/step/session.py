@@ -87,7 +87,7 @@ class Session:
         passes.end()  # a draft's comes, or the forward pass of the one before never came
         if runner.is_draft_worker or not self.serves:
             return
-        self.steps.compare(batch.reqs)  # before anything that may fail on one of the ranks
+        self.steps.coming = batch.reqs  # before anything that may fail on one of the ranks
         step = passes.begin(self.admission.choose(batch, forward_batch))
         lens = forward_batch.extend_prefix_lens_cpu or (), forward_batch.extend_seq_lens_cpu or ()
         # Prefixes are also held by requests that are decoding, or on a prefill server, whose rows are on their way to a
@@ -138,7 +138,7 @@ class Session:
         if not launched:
             return
         if self.backend.preparation.end_step(forward_batch if step.as_rows is None else step.as_rows):
-            installed.keep_shared(runner)
+            installed.wait_for_whole_pass(runner)
         if step.joined is not None:
             new_tokens = step.joined.extend_num_tokens
             self.steps.counters.count_mixed(step.plan, step.rows.requests, step.decoding, new_tokens, verifies=True)

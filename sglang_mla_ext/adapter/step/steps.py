@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.prefill.prefill import PrefillPlan
-from sglang_mla_ext.adapter.step.beginnings import Beginnings
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, passes
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.observe import Counters
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.compat.tree_view import TreeView
     from sglang_mla_ext.adapter.prefill.expander import Expander
     from sglang_mla_ext.adapter.prefill.transient import TransientExpansion
+    from sglang_mla_ext.adapter.ranks.prompts import Beginnings
     from sglang_mla_ext.adapter.ranks.sharded import ShardedSteps
     from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 
@@ -109,6 +109,7 @@ class Steps:
         sharded: None where this rank holds its prefixes alone.
         plain_graphs: whether decode graphs are also captured without shared attention (graph_variants.py).
         beginnings: of prompts, by which ranks that divide the heads select among these graphs; None elsewhere.
+        coming: requests of the pass that begins, whether or not anything could be planned for it.
         query_tokens: of a request in a step that shares; more than one where drafts are verified.
         pause: forward passes until something is shared again.
     """
@@ -147,7 +148,7 @@ class Steps:
         self.sharded: ShardedSteps | None = None
         self.plain_graphs = False
         self.beginnings: Beginnings | None = None
-        self._may_share: bool | None = False  # None: the requests of the pass could not be compared
+        self.coming: Sequence[Req] = ()
 
     def attach(self, tree: TreeView) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
@@ -160,27 +161,16 @@ class Steps:
         if self._transient is not None:
             self._transient.attach(tree)
 
-    def compare(self, reqs: Sequence[Req]) -> None:
-        """Find out whether requests of the coming pass may share something, alike on ranks that divide the heads."""
-        if self.beginnings is not None:
-            self._may_share = None
-            self._may_share = self.beginnings.some_are_alike(reqs)
-
     def shares_now(self) -> bool:
         """Return whether the pass that begins shares anything, or on ranks that divide the heads may share something;
-        the same on all ranks that compute together.
-
-        Raises:
-            RuntimeError: the requests could not be compared, so the other ranks may replay another graph, and with that
-                all results would be wrong.
-        """
+        the same on all ranks that compute together. What it raises has to end the server: the other ranks may replay
+        another graph, and with that all results would be wrong."""
         if self.sharded is not None:  # also where this rank's part could not begin: the others wait in the exchange
             return self.sharded.agreed
         if self.beginnings is None:
             return bool(passes.now.plan.segments)
-        if self._may_share is None:
-            raise RuntimeError("hybrid_mla: the requests of a step could not be compared")
-        return self._may_share or passes.now.mixed  # one request's new tokens share what is cached of it
+        # New tokens of one request alone share what is cached of it.
+        return passes.now.mixed or self.beginnings.some_are_alike(self.coming)
 
     def plan_pass(
         self,
@@ -276,6 +266,7 @@ class Steps:
     def idle(self) -> None:
         """Forget what the last requests shared: none is running."""
         passes.now.share_nothing()
+        self.coming = ()
         self._prefixes.idle()
         if self._transient is not None:
             self._transient.forget()

@@ -64,9 +64,9 @@ class Release0517(Arguments0517):
         key: str | None = req.extra_key
         return key
 
-    def keep_shared(self, runner: ModelRunner) -> None:
-        """Have the scheduler write to what a pass reads, as slots of requests, only behind all that was launched with
-        the pass, not once its graph has read them."""
+    def wait_for_whole_pass(self, runner: ModelRunner) -> None:
+        """Have the scheduler wait for all that was launched with a pass before it writes to what passes read, such as
+        slots of requests. Otherwise it waits only until the pass's graph has read them."""
         runner.war_fastpath_read_done_event = None
 
     def dp_rank(self, scheduler: Scheduler) -> int:

@@ -51,7 +51,7 @@ class Release0523(Arguments0523, Release0517):
         both = req.extra_key, req.cache_salt
         return None if both == (None, None) else repr(both)
 
-    def keep_shared(self, runner: ModelRunner) -> None:
+    def wait_for_whole_pass(self, runner: ModelRunner) -> None:
         """See Release0517 (`_apply_war_barrier`, managers/scheduler.py:2012)."""
         runner.shared_read_done_event = None
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import test_limits
 import torch
+from doubles import request as request_of
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.launch import limits, sharded_prefixes
-from sglang_mla_ext.adapter.ranks import ranks, sharded
-from sglang_mla_ext.adapter.ranks.sharded import PromptNames, ShardedSteps
+from sglang_mla_ext.adapter.ranks import prompts, ranks, sharded
+from sglang_mla_ext.adapter.ranks.prompts import PromptNames
+from sglang_mla_ext.adapter.ranks.sharded import ShardedSteps
 from sglang_mla_ext.kernels.naive import peers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
@@ -145,7 +147,7 @@ class Rank:
         options = HybridMLAOptions(mode="naive", expand_tokens_per_step=CHUNK)
         pool = ExpandedPool(8, CHUNK)
         self.counters, self.failures, self.expanded = Counters(), [], []
-        names = sharded.PromptNames(bytes(32), CHUNK)
+        names = PromptNames(bytes(32), CHUNK)
         reports = Reports(pool, names)
         self.slots = sharded.SlotsOfPass(reports, torch.arange(4000).view(4, 1000))
         planner = Planner(options, cost, Capacity(8, 64), CHUNK, self.counters)
@@ -194,14 +196,8 @@ class Rank:
         return plan
 
 
-class Request(SimpleNamespace):
-    __eq__, __hash__ = object.__eq__, object.__hash__  # as SGLang's
-
-
 def request(tokens: int, **changes: Any) -> Any:
-    embeds = {"input_embeds": None, "positional_embed_overrides": None}
-    keys = {"extra_key": None, "cache_salt": None}
-    return Request(**{"origin_input_ids": list(range(tokens)), **keys, **embeds, **changes})
+    return request_of(list(range(tokens)), **changes)
 
 
 def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
@@ -255,7 +251,7 @@ def test_a_prompt_is_named_once_whatever_batches_its_request_is_in(monkeypatch: 
         named.append(len(tokens))
         return chunk_names(tokens, *of_server)
 
-    monkeypatch.setattr(sharded, "chunk_names", count)
+    monkeypatch.setattr(prompts, "chunk_names", count)
     rank = Rank(graphs=[1, 2, 8])
     reqs, newcomer = [request(600), request(601)], request(602)
     for _ in range(3):

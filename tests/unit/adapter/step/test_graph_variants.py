@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from decode_world import Graph, World, plan_pass
+from doubles import request
 
 from sglang_mla_ext.adapter.build import assemble
 from sglang_mla_ext.adapter.compat import contract, installed
-from sglang_mla_ext.adapter.step.beginnings import Beginnings
+from sglang_mla_ext.adapter.ranks.prompts import Beginnings
 from sglang_mla_ext.adapter.step.graph_variants import PLAIN, SHARED, GraphVariants
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, Way, passes
 
@@ -87,16 +87,6 @@ def test_who_captures_plain_graphs(make_world: Any, monkeypatch: pytest.MonkeyPa
         assert world.backend._stock.plain is not None and compared == [(True, world.backend.preparation._requests)]
 
 
-def request(prompt: list[int], key: str | None = None, **more: Any) -> Any:
-    nothing = dict(input_embeds=None, positional_embed_overrides=None, cache_salt=None)
-    return Req(origin_input_ids=prompt, extra_key=key, **nothing | more)
-
-
-class Req(SimpleNamespace):
-    __hash__ = object.__hash__  # SGLang's are equal by identity, too
-    __eq__ = object.__eq__
-
-
 def test_requests_that_begin_alike() -> None:
     one, other = list(range(8)), list(range(7, 15))
     beginnings = Beginnings(tokens=6, requests=3)
@@ -107,8 +97,10 @@ def test_requests_that_begin_alike() -> None:
     assert not alike() and not alike(*map(request, (one, one[:7], other)))
     assert alike(*map(request, (one, other, one[:7], one[:6])))
     assert not alike(request(one), request(one[:5]), request(one[:5]), request(one)), "too short, whatever they are"
-    assert not alike(request(one), request(one, "salt"), request(one, "salt"), request(one, "another"))
-    assert alike(*(request(one, "salt") for _ in range(3)))
+    assert not alike(
+        request(one), request(one, extra_key="a"), request(one, extra_key="a"), request(one, extra_key="b")
+    )
+    assert alike(*(request(one, extra_key="a") for _ in range(3)))
     salted = [request(one, cache_salt=salt) for salt in ("one", "another", None)]
     assert alike(*salted) == (contract.line() == "0.5.17"), "which joins the salt to the key"
     assert alike(request(one, input_embeds=[0.5])) and alike(request(one, positional_embed_overrides={}))
@@ -119,7 +111,8 @@ def test_requests_that_begin_alike() -> None:
 
 
 def test_ranks_that_divide_the_heads_select_by_prompts(make_world: Any) -> None:
-    """Not by a plan, which one of them may lack. Without a comparison there is no answer that is surely the others'."""
+    """They do not by a plan, which one of them may lack. Without a comparison there is no answer that is surely the
+    others'."""
     world = make_world()
     world.make("gpu")
     steps, alike = world.steps, [request(list(range(8))) for _ in range(2)]
@@ -127,15 +120,16 @@ def test_ranks_that_divide_the_heads_select_by_prompts(make_world: Any) -> None:
     steps.beginnings = Beginnings(tokens=6, requests=2)
     passes.begin(Pass(Kind.DECODE))
     for reqs, expected in ((alike, True), (alike[:1], False)):
-        steps.compare(reqs)
+        steps.coming = reqs
         assert steps.shares_now() == expected
     passes.begin(Pass(Kind.DECODE, mixed=True))
     assert steps.shares_now(), "new tokens of one request share what is cached of it"
     passes.end()
+    steps.coming = [None]
     with pytest.raises(AttributeError):
-        steps.compare([None])
-    with pytest.raises(RuntimeError, match="could not be compared"):
         steps.shares_now()
+    steps.idle()
+    assert steps.coming == () and not steps.shares_now()
 
 
 def test_one_answer_for_a_pass() -> None:

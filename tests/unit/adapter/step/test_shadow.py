@@ -299,7 +299,7 @@ def test_options_and_bounds() -> None:
 def test_the_bound_fits_what_is_expanded(
     monkeypatch: pytest.MonkeyPatch, ranks: int, prefix: torch.dtype, latent: torch.dtype, bound: float
 ) -> None:
-    """In FP8, or by another rank from its own latent rows, it is not as near to what plain absorb computes."""
+    """Keys in FP8, or of another rank's latent rows, are not as near to those of plain absorb."""
     found: list[float] = []
     shadow = SimpleNamespace(try_out=lambda: None)
     monkeypatch.setattr(watching, "ShadowCheck", lambda *_, bound, **more: found.append(bound) or shadow)
