@@ -20,10 +20,10 @@ from sglang_mla_ext.adapter.compat import installed
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 GPUS = 4 if torch.cuda.device_count() >= 4 else 2
-# SGLang 0.5.17's own all-reduces hang on hosts without NVLink multicast, whatever the attention backend.
-TENSOR_PARALLEL: dict[str, Any] = dict(
-    tp_size=GPUS, disable_custom_all_reduce=True, enforce_disable_flashinfer_allreduce_fusion=True
-)
+# FlashInfer's all-reduce needs NVLink multicast, and SGLang 0.5.17's own one hangs on hosts without it, whatever the
+# attention backend.
+NO_MULTICAST: dict[str, Any] = dict(tp_size=GPUS, enforce_disable_flashinfer_allreduce_fusion=True)
+TENSOR_PARALLEL = NO_MULTICAST | dict(disable_custom_all_reduce=True)
 DP_ATTENTION: dict[str, Any] = dict(tp_size=2, dp_size=2, enable_dp_attention=True)
 
 AT_A_TIME = 5  # engines, each of them on both GPUs
@@ -70,7 +70,7 @@ def test_ranks_that_divide_the_heads_select_the_same_graph(tmp_path: Path) -> No
     """SGLang's own all-reduce knows the other ranks' addresses graph by graph. Requests share nothing, or all of them
     share, but for the last ones with drafts."""
     model = make_model(tmp_path / "checkpoint", "--heads", str(16 * GPUS), "--nextn")
-    ranks = MODES["naive"] | (dict(tp_size=GPUS) if installed.has_graph_variants else TENSOR_PARALLEL)
+    ranks = MODES["naive"] | (NO_MULTICAST if installed.has_graph_variants else TENSOR_PARALLEL)
     alone = {"truth": TRUTH, "flashinfer": FLASHINFER | dict(disable_radix_cache=True)}
     engines = {"decode": ranks, "verify": ranks | DRAFTS}
     for prefix, shares in ((16, False), (PREFIX, True)):
