@@ -126,14 +126,19 @@ def pass_kernels_seconds(of: Deployment, prefix: int, tokens: int, requests: int
         expanded: first tokens of the prefix whose keys and values are kept.
     """
     of = replace(of, prefix_sharding=False, query_tokens=1)
-    arriving, again = Arriving(of.dp * tokens, of.dp * requests), prefix - expanded
+    arriving = Arriving(of.dp * tokens, of.dp * requests)
     seconds = predict(of, Cover(naive=prefix), 0, prefix, 0, arriving).seconds
-    if not (of.prefill_expand_tokens and (requests - 1) * again >= FEWEST_SAVED // of.cost.local_heads):
-        again *= requests
-    if again:
+    if again := expanded_in_pass(of, prefix, requests, expanded):
         parts = (part for part in of.products if part.name in ("w_kc", "w_vc"))
         seconds += sum(part.layers * product_seconds(of, part, again) for part in parts)
     return seconds
+
+
+def expanded_in_pass(of: Deployment, prefix: int, requests: int, expanded: int) -> int:
+    """Return the tokens whose keys and values a prefill pass computes, see `pass_kernels_seconds`."""
+    again = prefix - expanded
+    once = of.prefill_expand_tokens and (requests - 1) * again >= FEWEST_SAVED // of.cost.local_heads
+    return again if once else requests * again
 
 
 def mixed_seconds(of: Deployment, traffic: Traffic, requests: int, chunks: int | None) -> float:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sglang_mla_ext.predict.arrivals import pass_kernels_seconds
+from sglang_mla_ext.predict.arrivals import expanded_in_pass, pass_kernels_seconds
 from sglang_mla_ext.predict.step import Deployment
+from sglang_mla_ext.predict.weights import BF16_BYTES
 
 CHUNK_TOKENS = 8192
 """SGLang's --chunked-prefill-size on GPUs of 60 to 160 GB."""
 
-KERNELS = 2.0
+KERNELS = 1.3
 """Times what the rates of decode say: fitted to the last first token of whole ranks and of DP attention on two GPUs
-(`benchmarks/results/rank.jsonl` and `spread.jsonl`), of which what is predicted is between 0.65 and 1.5."""
+(`benchmarks/results/rank.jsonl` and `spread.jsonl`), of which what is predicted is between 0.5 and 1.45."""
 
 
 def burst_seconds(
@@ -38,7 +39,21 @@ def burst_seconds(
     """
     mine, chunk = of.per_rank(requests), max(chunk_tokens // of.dp, 1)
     passes = Counter(min(chunk, mine * question - begun) for begun in range(0, mine * question, chunk))
-    return sum(
-        count * max(KERNELS * pass_kernels_seconds(of, prefix, tokens, -(-tokens // question), expanded), host_s)
-        for tokens, count in passes.items()
-    )
+
+    def seconds(tokens: int) -> float:
+        at_once = -(-tokens // question)
+        kernels = pass_kernels_seconds(of, prefix, tokens, at_once, expanded)
+        kernels += _joining_seconds(of, expanded_in_pass(of, prefix, at_once, expanded))
+        return max(KERNELS * kernels, host_s)
+
+    return sum(count * seconds(tokens) for tokens, count in passes.items())
+
+
+def _joining_seconds(of: Deployment, tokens: int) -> float:
+    """Seconds of the copies of keys and values that a pass expands: both are written, and keys read and written once
+    more to join them with their rotary part."""
+    assert of.gpu.step is not None
+    dims = of.dims
+    elements = 3 * dims.qk_nope_head_dim + dims.qk_rope_head_dim + dims.v_head_dim
+    copied = BF16_BYTES * elements * of.cost.local_heads * dims.num_layers * tokens
+    return copied / of.gpu.step.bytes_per_s

@@ -34,6 +34,10 @@ from sglang_mla_ext.segment import Mode
 # Products run on tiles that fit the batch to about so many rows.
 ROW_STEP = 8
 GPUS_OF_A_HOST = 8  # that store into each other's memory, where ranks shard prefixes
+GATHER_S, GATHER_BYTES_PER_S = 4e-5, 2e11
+"""Time of the exchanges of DP attention in a layer beside their bytes, and the rate of these, by NCCL among H200s of a
+host: decode steps of two and four ranks over 16 tokens take 0.07 and 0.16 ms a layer longer than those of one
+(spread.jsonl). These alone would give a third of the rate, with which prefill passes would be too long."""
 
 
 @dataclass(frozen=True)
@@ -315,9 +319,12 @@ def activation_bytes(of: Deployment) -> int:
 
 
 def _exchange_seconds(of: Deployment, rows: int, ranks: int) -> float:
-    """The sum of a batch's rows over ranks, sent around a ring; from the data sheet, never measured."""
+    """The sum of a batch's rows over ranks, sent around a ring. Among ranks with rows of their own DP attention gathers
+    these before an MLP and scatters them behind it; other exchanges are from the data sheet, never measured."""
     if ranks == 1:
         return 0.0
     assert of.gpu.sheet is not None
-    sent = 2 * (ranks - 1) / ranks * rows * of.dims.hidden_size * 2
-    return sent / of.gpu.sheet.link_bytes_per_s + of.gpu.sheet.exchange_s
+    overhead_s, bytes_per_s = of.gpu.sheet.exchange_s, of.gpu.sheet.link_bytes_per_s
+    if of.dp > 1 and ranks == of.tp:
+        overhead_s, bytes_per_s = GATHER_S, min(bytes_per_s, GATHER_BYTES_PER_S)
+    return overhead_s + 2 * (ranks - 1) / ranks * rows * of.dims.hidden_size * 2 / bytes_per_s

@@ -170,7 +170,8 @@ def test_ranks_share_what_they_can():
     assert weight_bytes(of(1)) / 8 < weight_bytes(of(8)) < weight_bytes(of(8, 8)) < weight_bytes(of(1))
     eight = [predict(of(8, dp), PLAIN, 256, 7069, 256) for dp in (1, 8)]
     assert eight[0].products["experts"] == pytest.approx(eight[1].products["experts"])
-    assert eight[0].exchanges > eight[1].exchanges > 0 == predict(of(1), PLAIN, 256, 7069, 256).exchanges
+    # DP attention gathers its rows by NCCL, once a layer; others sum them up twice.
+    assert eight[1].exchanges > eight[0].exchanges > 0 == predict(of(1), PLAIN, 256, 7069, 256).exchanges
     two, four = (predict(of(tp), PLAIN, 256, 7069, 256).exchanges for tp in (2, 4))
     assert 0 < two < four < eight[0].exchanges
     with pytest.raises(ValueError, match="does not divide"):

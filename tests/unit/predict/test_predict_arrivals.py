@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 from bench import predictions
@@ -28,8 +27,8 @@ SHORT = Traffic(requests=128, prefix=7069, question=128, answer=112, host_s=0.1)
 
 
 def one_rank(layers: int) -> Deployment:
-    """What one of eight tensor-parallel ranks of DeepSeek-V3 holds, as a model of one GPU."""
-    return Deployment(rank_config(Rank("tp8", layers)), Gpu.from_json("h100"))
+    """What one of eight tensor-parallel ranks of DeepSeek-V3 holds, as a model of one GPU, without DeepGEMM."""
+    return Deployment(rank_config(Rank("tp8", layers)), predictions.without_deep_gemm(Gpu.from_json("h100")))
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Measured:
 
 
 MEASURED = [
-    Measured(36, 7069, 1203, 1150, within=0.26),
+    Measured(36, 7069, 1203, 1150, within=0.27),
     Measured(36, 26472, 957, 1122, within=0.11),
     Measured(24, 7069, 1574, 1454, within=0.53),
 ]
@@ -68,8 +67,8 @@ def test_short_answers_against_measured_servers():
     the first tokens of the burst that begins it, too: a third of all, which come last. Of hybrid_mla's that burst
     takes passes that are not in the prediction; so do fa3's of all heads over a long prompt. flashinfer's passes are
     faster than the others'. With the default memory, and with all heads, a long prompt is expanded in part. With
-    Kimi-K3's layers alone, where a step takes 6 ms, requests wait for SGLang's tokenizer. With DeepGEMM servers are up
-    to 6 % faster, which is not in it either."""
+    Kimi-K3's layers alone, where a step takes 6 ms, requests wait for SGLang's tokenizer. With DeepGEMM, at the rate of
+    FP8 in the data sheet, stock's are predicted up to 25 % too slow and ours up to 30 % too fast."""
     records = [json.loads(line) for line in (RESULTS / "rank.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
     assert len(found) >= 39
@@ -88,15 +87,16 @@ def test_short_answers_against_measured_servers():
             assert soonest < first < slower * last, (first, record)
         elif not alone:
             partly = long and (of_all_heads or predictions.named_memory(record) is None)
-            least, longest = (0.9, 1.25) if partly else (1.0, 1.1)
-            assert least < slower * rate and rate < 1.31 and 0.35 < first < 1.1, (rate, first, record)
+            least, longest = (0.9, 1.25) if partly else (1.0, 1.12)
+            most = 1.31 if record["case"]["deep_gemm"] else 1.2
+            assert least < slower * rate and rate < most and 0.35 < first < 1.1, (rate, first, record)
             assert 0.8 < between < slower * longest, (between, record)
 
 
 def test_short_answers_with_prefill_in_graphs_against_measured_servers():
-    """SGLang 0.5.23, with drafts and without, and with an FP8 cache. Medians of first tokens are predicted 2 % too late
-    to 30 % too soon: a third of those measured are of the burst. A third of the tokens come when nobody waits any more:
-    with drafts the median between two is predicted up to 52 % too long. Ours over a long prompt is 17 % too fast."""
+    """SGLang 0.5.23, with drafts and without, and with an FP8 cache. Medians of first tokens are predicted 4 % too late
+    to 26 % too soon: a third of those measured are of the burst. A third of the tokens come when nobody waits any more:
+    with drafts the median between two is predicted up to 55 % too long. Ours over a long prompt is 12 % too fast."""
     names = ("rank-mixed", "rank-fp8-cache")
     records = [json.loads(line) for name in names for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
@@ -104,47 +104,38 @@ def test_short_answers_with_prefill_in_graphs_against_measured_servers():
     for record in found:
         served = predictions.served(record)
         drafts, long = bool(record["case"].get("drafts")), record["case"]["prefix"] > 20000
-        within = 0.18 if drafts and long else 0.15
+        within = 0.13 if drafts and long else 0.09
         assert served.tokens_per_s == pytest.approx(record["steady_tok_s"], rel=within), record["case"]
-        assert served.between_s * 1e3 == pytest.approx(record["itl_ms"], rel=0.53 if drafts else 0.3), record["case"]
-        assert 0.69 < served.first_token_s * 1e3 / record["ttft_ms"] < 1.03, record["case"]
+        assert served.between_s * 1e3 == pytest.approx(record["itl_ms"], rel=0.56 if drafts else 0.17), record["case"]
+        assert 0.73 < served.first_token_s * 1e3 / record["ttft_ms"] < 1.05, record["case"]
 
 
 def test_steps_of_ranks_against_measured_servers():
-    """Of DP attention, prefixes alone or sharded: each a little too fast, by how much they gain within 6 %; within 13 %
-    of 16 layers with an FP8 prefix. With hardly any prompt a step of 10 ms is predicted a third too short."""
+    """Of DP attention, prefixes alone or sharded, on two and four ranks: within 9 %. Over 16 tokens up to 16 % too
+    short, where a third of a step of 8 or 16 layers is the host's."""
     records = [json.loads(line) for line in (RESULTS / "spread.jsonl").read_text().splitlines()]
-    found = [record for record in records if record["bench"] == "decode" and record["case"]["prefix"] > 64]
-
-    def case(record: dict[str, Any]) -> tuple[str, int]:
-        return record["case"]["prompt"], record["case"]["layers"]
-
-    stock = {case(record): record for record in found if record["impl"] != "hybrid_mla"}
-    assert len(found) >= 40 and len(stock) == 8
+    found = [record for record in records if record["bench"] == "decode" and record["decode_itl_ms"]]
+    assert len(found) >= 55 and {record["case"]["dp"] for record in found} == {2, 4}
     for record in found:
-        both = record, stock[case(record)]
-        least, within = (0.78, 0.13) if record["case"]["layers"] == 16 else (0.8, 0.06)
-        said, measured = (
-            [predictions.step(each).seconds * 1e3 for each in both],
-            [each["decode_itl_ms"] for each in both],
-        )
-        assert least < said[0] / measured[0] < 1.03, record["case"]
-        assert said[1] / said[0] == pytest.approx(measured[1] / measured[0], rel=within), record["case"]
+        apart = predictions.step(record).seconds * 1e3 / record["decode_itl_ms"]
+        of = record["case"]
+        least = 0.91 if of["prefix"] > 64 else 0.84 if of["layers"] == 61 else 0.7
+        assert least < apart < 1.05, of
 
 
 def test_short_answers_of_whole_ranks_against_measured_servers():
-    """Compare DP attention on four ranks of 61 layers; with 8 layers clients and host take most of a step. SGLang
-    0.5.23 was measured with `--disable-custom-all-reduce` and before mixed steps were evened out among ranks, which the
-    prediction assumes. A third of the measured first tokens are of the burst, so their median is late."""
+    """DP attention on two and four ranks of 61 layers; with 8 layers clients and host take most of a step. SGLang
+    0.5.23 was measured with `--disable-custom-all-reduce`, and on four ranks before mixed steps were evened out, which
+    the prediction assumes. A third of the measured first tokens are of the burst, so their median is late."""
     records = [json.loads(line) for line in (RESULTS / "spread.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "short" and record["case"]["layers"] == 61]
     assert {record["impl"] for record in found} == {"hybrid_mla", "sglang_fa3"}
     for record in found:
         served = predictions.served(record)
         newest, ours = record["sglang"] == "0.5.23", record["impl"] == "hybrid_mla"
-        least, most = ((1.1, 1.35) if ours else (0.94, 1)) if newest else (0.95, 1.1)
+        least, most = ((0.95, 1.05) if ours else (0.8, 0.9)) if newest else (0.85, 1.1)
         assert least < served.tokens_per_s / record["steady_tok_s"] < most
-        least, most = (0.17, 0.3) if newest else (0.6, 1.2)
+        least, most = (0.2, 0.45) if newest else (0.6, 1.2)
         assert least < served.first_token_s * 1e3 / record["ttft_ms"] < most
 
 
@@ -156,8 +147,8 @@ def test_ranks_mix_new_tokens_into_running_requests():
     for host_s in (0.0, SHORT.host_s):
         _, found[host_s] = compared(ranks, replace(SHORT, requests=256, host_s=host_s))
     mixed, chosen = found[0.0]["mixed"], found[0.0]["chosen"]
-    assert mixed.tokens_per_s > 1.5 * chosen.tokens_per_s and mixed.first_token_s < chosen.first_token_s
-    assert mixed.tokens_per_s > 1.3 * found[SHORT.host_s]["mixed"].tokens_per_s
+    assert mixed.tokens_per_s > 1.45 * chosen.tokens_per_s and mixed.first_token_s < chosen.first_token_s
+    assert mixed.tokens_per_s > 1.25 * found[SHORT.host_s]["mixed"].tokens_per_s
     _, drafting = compared(replace(ranks, query_tokens=4), replace(SHORT, requests=256, host_s=0, accepted=2.5))
     assert drafting["mixed"].tokens_per_s < 1.3 * drafting["chosen"].tokens_per_s
 
@@ -355,7 +346,7 @@ def test_arrivals_as_json():
     assert arrivals["new_tokens_a_step"] == pytest.approx(128 / 112 * 64) and arrivals["mixed_tokens"] == 1024
     of_way = {"tokens_per_s", "first_token_ms", "between_ms", "between_p99_ms"}
     assert all(set(arrivals[way]) == of_way for way in ("absorb", "chosen", "mixed"))
-    assert arrivals["chosen"]["first_token_ms"] == pytest.approx(134.68, rel=1e-3)
+    assert arrivals["chosen"]["first_token_ms"] == pytest.approx(134.10, rel=1e-3)
 
 
 @pytest.mark.parametrize(

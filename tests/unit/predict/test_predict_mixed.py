@@ -82,7 +82,7 @@ def test_bounds():
     assert [bound(EIGHT, running, 7069, 184) for running in (1, 24, 128, 1024, 1025)] == [0, 320, 1024, 0, 0]
     assert bound(EIGHT, 128, 26472, 184) > bound(EIGHT, 128, 26472, 184, chunks=33) > 0
     # Drafts: rows of a verify step, of which 4 are a request's.
-    assert bound(dataclasses.replace(EIGHT, query_tokens=4), 256, 7069, 184) == 928
+    assert bound(dataclasses.replace(EIGHT, query_tokens=4), 256, 7069, 184) == 896
     assert bound(Deployment(V3, Gpu.from_json("cpu")), 128, 7069, 184) == 0
 
 
