@@ -184,12 +184,14 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
         lines.append("Of a whole step only attention's rates were measured; the rest is derived from data sheets.")
     if of.gpu.step is None:
         lines.append(f"{of.gpu.rates.name}: no constants of a whole step, so attention alone is shown.")
-    elif of.tp > 1:
-        lines.append("Exchanges between GPUs are from the data sheet, not measured.")
+    elif of.head_ranks > 1:
+        lines.append("Exchanges between GPUs that share heads are from the data sheet, not measured.")
     if of.has_states:
         lines += _of_linear_layers(of, found)
     if of.prefix_sharding:
-        lines.append("Prefixes are sharded over ranks; the cost of the exchange was measured on four GPUs.")
+        lines.append("Prefixes are sharded over ranks; exchanges were measured on four GPUs.")
+    elif of.dp > 1:
+        lines.append("DP attention's exchanges were measured on four GPUs.")
     if found["memory"] is not None and not found["memory"]["budget_gib"]:
         lines.append("The weights do not fit in this memory: steps are shown as if they did.")
     for case in found["cases"]:
