@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from struct import Struct
 
 from sglang_mla_ext.prefix.sharded.names import NAME_BYTES, Name, Names
 
 MOST_NAMES = 4096
 """Most names in a report. Prompts that do not fit are reported as far as they do."""
 
-_NAME_WORDS = NAME_BYTES // 8
+_NAME_WORDS, _NAME = NAME_BYTES // 8, Struct(f"{NAME_BYTES}s")
 
 
 def fingerprint(words: Sequence[int]) -> int:
@@ -52,7 +53,9 @@ class Report:
         parents: list[int] = []
         deepest = []
         for path in paths:
-            known = next((depth for depth in range(len(path), 0, -1) if path[depth - 1] in places), 0)
+            known = len(path)
+            while known and path[known - 1] not in places:
+                known -= 1
             at = places[path[known - 1]] if known else -1
             for name in path[known : known + MOST_NAMES - len(names)]:
                 places[name] = len(names)
@@ -82,6 +85,6 @@ class Report:
         parents, at = tuple(words[3 : 3 + names]), 3 + names
         deepest, at = tuple(words[at : at + requests]), at + requests
         rows, at = tuple(words[at : at + requests]), at + requests
-        packed = array("q", words[at : at + (names + held) * _NAME_WORDS]).tobytes()
-        found = tuple(packed[first : first + NAME_BYTES] for first in range(0, len(packed), NAME_BYTES))
+        packed = array("q", words[at : at + (names + held) * _NAME_WORDS])
+        found = tuple(name for (name,) in _NAME.iter_unpack(packed))
         return cls(found[:names], parents, deepest, rows, found[names:])
