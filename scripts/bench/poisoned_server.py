@@ -44,7 +44,7 @@ def poison_free_rows() -> None:
 
     def poison(allocator: Any, rows: torch.Tensor) -> None:
         if rows.is_cuda:
-            torch.cuda.synchronize()  # a step in flight still reads rows of requests that ended, or were taken back
+            torch.cuda.synchronize()  # a step in flight still reads rows of requests that ended, or were retracted
         for buffer in getattr(allocator._kvcache, "kv_buffer", ()):
             buffer.flatten(1).view(torch.uint8)[rows] = POISON
 

@@ -217,7 +217,7 @@ class Soak:
         meta = seen[0]["meta_info"]
         whole = (meta["finish_reason"] or {}).get("type") == "length"
         version = "second" if meta["weight_version"] == "second" else "first"
-        # A request that waits and has tokens was taken back.
+        # A request that waits and has tokens was retracted.
         self._got.append(Got(chat, answer_of(seen[0]), whole, version, not ran(meta) or meta["num_retractions"] > 0))
 
     async def _update(self, client: aiohttp.ClientSession) -> None:
@@ -294,7 +294,7 @@ class Soak:
         if verdict is Verdict.WRONG:
             expected = await self._stock(chat.ids, len(answer.ids) + 1, chat.shape)
             asked = f"prompt of {len(chat.ids)} tokens, salt {chat.salt}, {chat.shape}"
-            how = f"weights {got.weights}, taken back {got.taken_back}, whole {got.whole}"
+            how = f"weights {got.weights}, retracted {got.taken_back}, whole {got.whole}"
             self._say(f"{asked}, {how}: {answer}; stock {expected.ids} {expected.logprobs}")
 
     def _say(self, what: str) -> None:

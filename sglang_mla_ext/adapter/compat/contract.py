@@ -171,7 +171,7 @@ def check(asked: Iterable[Feature] = Feature) -> None:
     have, of = installed_version(), table()
     new = [feature for feature in asked if (have, of, feature) not in _as_expected]
     if Feature.BASE in new and (warning := untested()) is not None:
-        logger.warning("hybrid_mla: %s; what it uses of SGLang is compared with the source.", warning)
+        logger.warning("hybrid_mla: %s; all that it uses of SGLang is compared with the installed source.", warning)
     if found := mismatches(new) if new else []:
         raise ContractError(
             "--attention-backend hybrid_mla cannot run on this SGLang:\n  "

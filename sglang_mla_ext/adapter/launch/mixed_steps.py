@@ -38,7 +38,7 @@ class Mixing:
         reasons = {
             "drafts (--speculative-algorithm)": not installed.mixes_with_drafts(args),
             "--disaggregation-mode": args.disaggregation_mode != "null",
-            "DeepEP (--moe-a2a-backend)": args.moe_a2a_backend not in (None, "none"),
+            "--moe-a2a-backend": args.moe_a2a_backend not in (None, "none"),
             "--enable-return-routed-experts": args.enable_return_routed_experts,
             # In a decode step their state takes one token of a request.
             "layers with linear attention": installed.linear_layers(args) is not None,

@@ -147,7 +147,7 @@ def sharding_in_reach(server: Server) -> HybridMLAOptions:
     logger.warning(
         "hybrid_mla: prefixes are not sharded, because ranks do not reach each other's memory (%s). With "
         "--hybrid-mla-prefix-sharding nccl they exchange by NCCL, which takes longer.",
-        obstacle or "another rank's",
+        obstacle or "see another rank's log",
     )
     return replace(options, prefix_sharding="off")
 

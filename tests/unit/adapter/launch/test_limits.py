@@ -273,7 +273,7 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
                 *([(EAGLE, "drafts (--speculative-algorithm)")] if contract.line() == "0.5.17" else []),
                 ({"enable_dp_attention": True, "dp_size": 8}, "DP attention (--enable-dp-attention)"),
                 ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
-                ({"moe_a2a_backend": "deepep"}, "DeepEP (--moe-a2a-backend)"),
+                ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
                 ({"cuda_graph_config": graphs("breakable", decode="disabled")}, "decode without CUDA graphs"),
                 ({"disable_cuda_graph_padding": True}, "--disable-cuda-graph-padding"),
             )
