@@ -41,7 +41,7 @@ class Running(Protocol):
 
 
 class OurPartFailedError(RuntimeError):
-    """Failure of our part of a layer; its cause is the original error.
+    """Failure of our part of a layer or a pass; its cause is the original error.
 
     Attributes:
         what: the part that has failed.
@@ -71,7 +71,7 @@ class our_part:
 
 def guarded(what: Fallback, *, only_shows: bool = False, loses_memory: bool = False) -> Callable[[Method], Method]:
     """Return a decorator of what SGLang calls in a running server: what it raises does not reach SGLang. It returns
-    None then.
+    None then. An error of `our_part` does reach it where there are other ranks, which go on with another pass.
 
     Args:
         what: has failed then. The method's first argument has the process's `steps`: a method of the session or of its
@@ -86,10 +86,14 @@ def guarded(what: Fallback, *, only_shows: bool = False, loses_memory: bool = Fa
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:
+                of_part = isinstance(error, OurPartFailedError)
+                if of_part and several_ranks():
+                    raise
+                cause = (of_part and error.__cause__) or error
                 if only_shows:
-                    self.steps.counters.fall_back(what, error)
+                    self.steps.counters.fall_back(what, cause)
                 else:
-                    self.steps.fail(what, error, self.memory.clear if loses_memory else None)
+                    self.steps.fail(what, cause, self.memory.clear if loses_memory else None)
 
         return call
 

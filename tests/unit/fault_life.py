@@ -88,7 +88,7 @@ class Life:
         self.manager = updater(self.server, self.saver, flush=lambda: False, update=self._update_weights)
         self.mixes = Mixes(self.server)
         reporter = SimpleNamespace(
-            num_generated_tokens=0, forward_ct_decode=0, report_decode_stats=lambda can, running_batch: None
+            num_generated_tokens=0, forward_ct_decode=0, report_decode_stats=lambda can, running_batch, **_: None
         )
         object.__setattr__(self.mixes.results, "metrics_reporter", reporter)
         self.recv_req = UpdateRequest()

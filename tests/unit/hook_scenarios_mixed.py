@@ -279,7 +279,7 @@ def scenario_what_mixed_batches_decode_is_counted() -> None:
     reporter = SimpleNamespace(
         num_generated_tokens=10,
         forward_ct_decode=0,
-        report_decode_stats=lambda can, running_batch: shown.append((can, len(running_batch.reqs))),
+        report_decode_stats=lambda can, running_batch, **_: shown.append((can, len(running_batch.reqs))),
     )
     object.__setattr__(mixes.results, "metrics_reporter", reporter)
     result = SimpleNamespace(can_run_cuda_graph=True)

@@ -9,9 +9,12 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hooked_worker import PAGE, PROMPT, Server
 from release import OLDEST
+
+from sglang_mla_ext.adapter import failure
 
 QUERIES, SHARED = 3, 13 * PAGE
 NEW = (2, 4)
@@ -173,6 +176,23 @@ def scenario_results_that_cannot_be_kept_are_computed_again() -> None:
     assert world.iteration() == [("TARGET_VERIFY", 5, 15), ("EXTEND", 2, 6)]
     assert world.results == {"decoded": [9.0, 10.0, 11.0, 12.0, 13.0, 14.0], "new": [-1.0, -2.0]}
     assert dict(world.server.counters.fallbacks) == {"take_last_logits": 1}
+
+
+def scenario_ranks_end_where_only_one_of_them_fails() -> None:
+    """The others go on with the pass of all rows, and with what that computed."""
+    if OLDEST:
+        return
+    failure.several_ranks = lambda: True
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no")
+
+    for part in ("join", "keep", "extend_draft"):
+        world = drafting_with(graph_of(2))
+        setattr(world.paired, part, fail)
+        with pytest.raises(failure.OurPartFailedError, match="MemoryError: no"):
+            world.iteration()
+        assert not world.server.counters.fallbacks, part
 
 
 def graph_of(requests: int, fails: bool = False, runs: bool = True) -> Any:

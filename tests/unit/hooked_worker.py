@@ -349,6 +349,7 @@ def replace_bodies() -> None:
         self.tree_cache, self.metrics_collector = server_args.tree_cache, server_args.metrics_collector
         self.tp_worker, self.waiting_queue, self.chunked_req = server_args.tp_worker, [], None
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = False, 256, PAGE
+        self.max_prefill_tokens = 16384
         self.draft_worker = None
         self.running_batch, self.disagg_prefill_inflight_queue = SimpleNamespace(reqs=[]), None
         self.enable_overlap, self.ps = False, SimpleNamespace(dp_rank=None)

@@ -35,13 +35,17 @@ class Router:
         self._checked_at = 0.0
 
     def route(self, message: Any, unfinished: Container[str]) -> None:
-        """Put a rank into each request to generate, unless its sender has named one.
+        """Put a rank into each request to generate, unless its sender has named one, or SGLang checks all ranks by it.
 
         Args:
             message: to SGLang's schedulers, a request or several, or something else.
             unfinished: ids of requests.
         """
+        from sglang.srt.managers.utils import is_health_check_generate_req
+
         for request in getattr(message, "batch", (message,)):
+            if is_health_check_generate_req(request):
+                continue
             if getattr(request, "input_ids", None) is None or not hasattr(request, "sampling_params"):
                 continue  # a control message, or input embeddings
             self._drop_finished(unfinished)

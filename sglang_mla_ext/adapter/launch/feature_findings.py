@@ -151,6 +151,23 @@ def deterministic(args: ServerArgs) -> list[Finding]:
     return [Finding(flag, f"{flag} is not supported, {why}") for flag, given in flags.items() if given]
 
 
+def prefill_by_keys(server: Server) -> Iterator[Finding]:
+    """Flags that turn SGLang's prefill by keys per head off, which passes over expanded prefixes take where they leave
+    their CUDA graph: above the largest one, say, or with DP attention while a rank is idle."""
+    if not (server.device.on_gpu and server.prefill.is_ours and server.prefill.graphs != "disabled"):
+        return
+    flags = {
+        "--flashinfer-mla-disable-ragged": server.args.flashinfer_mla_disable_ragged,
+        "--disable-chunked-prefix-cache": server.args.disable_chunked_prefix_cache,
+    }
+    for flag in (flag for flag, given in flags.items() if given):
+        yield Finding(
+            f"{flag} with prefill graphs",
+            f"{flag} does not go with prefill in CUDA graphs, whose larger passes leave them: remove it, or add "
+            "--disable-prefill-cuda-graph.",
+        )
+
+
 def fp8_cache(server: Server) -> Iterator[Finding]:
     """Refuse what would read the FP8 pool as if it were SGLang's, or has no part in it."""
     args, gpu = server.args, server.device.on_gpu

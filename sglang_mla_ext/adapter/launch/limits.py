@@ -144,10 +144,14 @@ def _findings(server: Server) -> Iterator[Finding]:
             "full CUDA graphs of prefill leave cached prefixes out of attention, with SGLang's own backends as well: "
             'take the prefill backend "full" out of --cuda-graph-config or --cuda-graph-backend-prefill.',
         )
+    if gpu and args.cuda_graph_config.decode.backend not in ("full", "disabled"):
+        text = f"{args.cuda_graph_config.decode.backend} CUDA graphs of decode are not supported: use full ones"
+        yield Finding("decode graphs", f"{text} (--cuda-graph-backend-decode, --cuda-graph-config).")
     yield from models.unknown_parts(server)
     yield from models.beside_linear_layers(args)
     if args.dtype in ("half", "float16"):
         yield FLOAT16
+    yield from feature_findings.prefill_by_keys(server)
     if server.fp8_cache:
         yield from feature_findings.fp8_cache(server)
     elif args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):

@@ -66,17 +66,20 @@ class Beginnings:
         """
         Args:
             tokens: of a beginning; a shorter prompt is like no other.
-            requests: that have to begin alike.
+            requests: the fewest that can pay if they share.
         """
         self._tokens, self._requests = tokens, requests
         self._beginnings = PromptMemo(self._beginning)
 
     def some_are_alike(self, reqs: Sequence[Req]) -> bool:
-        """Return whether so many of these requests begin alike; True also where tokens do not tell."""
+        """Return whether so many of these requests begin like another one; True also where tokens do not tell.
+
+        A plan pays for its launches by all of its groups together, so small ones count as well.
+        """
         if not all(map(is_tokens_alone, reqs)):
             return True
         counts = Counter(filter(None, map(self._beginnings, reqs)))
-        return max(counts.values(), default=0) >= self._requests
+        return sum(count for count in counts.values() if count > 1) >= self._requests
 
     def _beginning(self, req: Req) -> tuple[Hashable, ...]:
         prompt = req.origin_input_ids

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.failure import guarded
+from sglang_mla_ext.adapter.failure import guarded, our_part
 from sglang_mla_ext.adapter.ranks.voting import Voting
 from sglang_mla_ext.adapter.step.mixed import MixedRule, is_extend, refusal_of
 from sglang_mla_ext.adapter.step.paired import PairedSteps
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.adapter.step.steps import Steps
 
+MOST_WAITED = 2
+"""Mixed batches in a row for which a request that is not mixed waits, and with it those behind it. Where SGLang sorts
+those that come in front of it, it would wait as long as one does in each step; the next batch is not mixed."""
 PASSES_IN_A_ROW = 16
 """Batches that are made for passes of their own after one that was made to be mixed and is not, because a pass is
 sooner, SGLang does not mix it, or another rank prefills: cut to the bound, it is a pass that serves few of those who
@@ -77,6 +80,7 @@ class Admission:
         self._tokens_each = FIRST_GUESS  # new tokens of a request, on average of the last ones
         self._left = 0  # new tokens of the prompt that is being computed in pieces
         self._new, self._coming = 0, 0.0  # new tokens of the batch that is being made, and of the last ones in the mean
+        self._waited = 0  # mixed batches behind which a request waited
         self._passes = 0  # batches that are to come before another one is made to be mixed
 
     def begin(self, runner: ModelRunner, *, votes: bool) -> None:
@@ -113,7 +117,8 @@ class Admission:
     def _paired_pass(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> Pass | None:
         kind = Kind.of(forward_batch.forward_mode)
         if kind is Kind.VERIFY and (new := self.paired.joining()) is not None:
-            rows, running = self.paired.join(forward_batch, new), len(batch.reqs)
+            with our_part(Fallback.BEGIN_PASS):
+                rows, running = self.paired.join(forward_batch, new), len(batch.reqs)
             of_all = Rows.of([*rows.lens, *[self.rule.query_tokens] * running])
             return Pass(kind, of_all, mixed=True, decoding=running, joined=new)
         done = self.paired.result(batch)
@@ -180,7 +185,7 @@ class Admission:
             return make(scheduler, *args, **kwargs)
         self._coming += NEWEST * (self._new - self._coming)
         self._new = 0
-        running, size = kwargs["running_batch"], scheduler.chunked_prefill_size
+        running, size, most = kwargs["running_batch"], scheduler.chunked_prefill_size, scheduler.max_prefill_tokens
         tokens = self.new_tokens(scheduler, running) or 0
         scheduler.is_mixed_chunk = False
         self.paired.chosen = None
@@ -191,13 +196,14 @@ class Admission:
             return batch, left
         count = 0 if self.paired.possible else len(running.reqs)
         scheduler.is_mixed_chunk, self._running, self._chunk = not self.paired.possible, running, size
-        scheduler.chunked_prefill_size = min(tokens, size) + count  # SGLang takes the running ones off
+        # SGLang takes the running ones off both.
+        scheduler.chunked_prefill_size, scheduler.max_prefill_tokens = min(tokens, size) + count, most + count
         try:
             batch, left = make(scheduler, *args, **kwargs)
         finally:
             was_to_mix = scheduler.is_mixed_chunk
             scheduler.is_mixed_chunk, self._running = False, None
-            scheduler.chunked_prefill_size = size
+            scheduler.chunked_prefill_size, scheduler.max_prefill_tokens = size, most
         if batch is not None and was_to_mix and left.reqs:
             self._passes = PASSES_IN_A_ROW  # SGLang did not: beams are running, or memory is short
         if batch is not None and batch.forward_mode.is_mixed():
@@ -278,8 +284,11 @@ class Admission:
         if self._running is None or not stays_apart(req):
             return False
         if adder.can_run_list:
+            self._waited += 1
+            if self._waited == MOST_WAITED:
+                self._passes, self._waited = max(self._passes, 1), 0
             return True
-        adder.rem_chunk_tokens, self._running = self._chunk, None
+        adder.rem_chunk_tokens, self._running, self._waited = self._chunk, None, 0
         return False
 
     @guarded(Fallback.CHOOSE_MIXED)
@@ -322,7 +331,7 @@ class Admission:
             if not req.is_retracted:
                 req.time_stats.set_last_decode_finish_time()
         reporter.forward_ct_decode = (reporter.forward_ct_decode + 1) % (1 << 30)
-        reporter.report_decode_stats(of_batch.can_run_cuda_graph, running_batch=decoded)
+        installed.report_decoded(reporter, decoded, of_batch.can_run_cuda_graph)
 
 
 def stays_apart(req: Req) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.failure import guarded
+from sglang_mla_ext.adapter.failure import guarded, our_part
 from sglang_mla_ext.adapter.step.admission import Admission
 from sglang_mla_ext.adapter.step.graph_variants import GraphVariants
 from sglang_mla_ext.adapter.step.mixed import MixedRule
@@ -125,11 +125,13 @@ class Session:
 
     @guarded(Fallback.EXTEND_DRAFT)
     def _extend_draft(self, runner: ModelRunner, forward_batch: Any) -> Any:
-        return self.admission.paired.extend_draft(runner, forward_batch)
+        with our_part(Fallback.EXTEND_DRAFT):
+            return self.admission.paired.extend_draft(runner, forward_batch)
 
     @guarded(Fallback.TAKE_LAST_LOGITS)
     def _keep(self, output: Any) -> None:
-        self.admission.paired.keep(output)
+        with our_part(Fallback.TAKE_LAST_LOGITS):
+            self.admission.paired.keep(output)
 
     @guarded(Fallback.END_PASS)
     def _end_pass(self, runner: ModelRunner, forward_batch: Any, launched: bool) -> None:

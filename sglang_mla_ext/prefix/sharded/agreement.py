@@ -15,11 +15,13 @@ from sglang_mla_ext.rows import Rows
 class Agreement:
     """Attributes:
     reports: of all ranks, in their order.
-    tree: of chunks that every rank has, of its requests or expanded; its requests are those of all ranks, rank by rank.
+    had: names of chunks that every rank has, of its requests or expanded.
+    tree: of these; its requests are those of all ranks, rank by rank.
     everywhere: names of chunks that every rank has expanded.
     """
 
     reports: tuple[Report, ...]
+    had: frozenset[Name]
     tree: SharedTree
     everywhere: frozenset[Name]
 
@@ -50,7 +52,7 @@ class Agreement:
                 above.append(at)
             deepest += [above[place] if place >= 0 else -1 for place in report.deepest]
         everywhere = frozenset.intersection(*(frozenset(each.held) for each in reports))
-        return cls(tuple(reports), SharedTree(names, parents, ends, deepest), everywhere)
+        return cls(tuple(reports), had, SharedTree(names, parents, ends, deepest), everywhere)
 
     def rows_of_all(self, query_tokens: int) -> Rows | None:
         """Return the rows of all requests; None where each has its query tokens, which costs count by requests.

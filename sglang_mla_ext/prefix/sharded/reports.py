@@ -3,6 +3,7 @@ asked. Neither what is evicted from it nor how its nodes are cut matters."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
@@ -11,6 +12,11 @@ from sglang_mla_ext.prefix.sharded.agreement import Agreement
 from sglang_mla_ext.prefix.sharded.names import Name, Names, end_of
 from sglang_mla_ext.prefix.sharded.report import Report
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
+
+AHEAD = 4
+"""Chunks of a prompt that are reported behind those that all ranks had at the last agreement. The first report of a
+request has the whole prompt. Otherwise private histories of 20,000 tokens of 128 requests would fill the report, and
+prompts behind them in the batch would not be shared."""
 
 
 class Reports:
@@ -51,9 +57,13 @@ class Reports:
             rows: `[requests]` of each in the step.
         """
         expanded = self._expanded_names()
+        had = self.agreement.had if self.agreement is not None else frozenset[Name]()
+        made_from = self._paths, rows, expanded, had
         # In most steps, where only the same lists are compared.
-        if self._report is None or self._report[0] != (self._paths, rows, expanded):
-            self._report = (self._paths, rows, expanded), Report.of(self._paths, rows, expanded)
+        if self._report is None or self._report[0] != made_from:
+            agreed_on = set(map(id, self._report[0][0])) if self._report is not None and had else ()
+            paths = [_near(path, had) if id(path) in agreed_on else path for path in self._paths]
+            self._report = made_from, Report.of(paths, rows, expanded)
         return self._report[1]
 
     def holder(self, name: Name) -> int | None:
@@ -128,3 +138,10 @@ class Reports:
 
     def is_here(self, node: Any) -> bool:
         return self.holder(node) is not None
+
+
+def _near(path: Names, had: Collection[Name]) -> Names:
+    """Return a path as far as `AHEAD` chunks behind those that ranks had; before such a chunk are others."""
+    if len(path) <= AHEAD or path[-1 - AHEAD] in had:
+        return path
+    return path[: bisect_left(path, True, key=lambda name: name not in had) + AHEAD]

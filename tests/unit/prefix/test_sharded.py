@@ -250,6 +250,30 @@ def test_few_requests_on_many_ranks_share_by_cost() -> None:
     assert plan.mine.prefix_lens == (16_384,) * 32
 
 
+def test_private_histories_do_not_keep_others_from_sharing() -> None:
+    """They fill the first report, behind which there is no room for the second prompt; and so does one that comes
+    later."""
+
+    def histories(first: int, prompt: tuple[int, ...], chunks: int) -> list[tuple[int, ...]]:
+        return [prompt + (1000 + first + request,) * (chunks * CHUNK) for request in range(4)]
+
+    each = MOST_NAMES // 6
+    meeting, ranks = Meeting(2), []
+    for rank in range(2):
+        running = [*histories(10 * rank, SYSTEM, each), *histories(10 * rank + 5, OTHER, each)]
+        ranks.append(Rank(rank, meeting, member_of(rank, 2, chunks=64), running))
+
+    def shared() -> list[tuple[int, int]]:
+        plan = [together(ranks)[0] for _ in range(6)][-1]
+        return sorted((len(segment.rows), segment.end) for segment in plan.segments)
+
+    assert shared() == sorted((8, len(prompt)) for prompt in (SYSTEM, OTHER))
+    for rank in ranks:
+        assert len(rank.reports._report[1].names) < 100, "only what may be shared soon"
+        rank.running.append(SYSTEM + (2000 + rank.rank,) * (each * CHUNK))
+    assert shared() == sorted([(10, len(SYSTEM)), (8, len(OTHER))])
+
+
 def test_reports_travel_as_integers() -> None:
     paths, held = [names_of(SYSTEM, CHUNK), names_of(SYSTEM + OTHER, CHUNK), ()], names_of(OTHER, CHUNK)
     report = Report.of(paths, [1, 3, 1], held)

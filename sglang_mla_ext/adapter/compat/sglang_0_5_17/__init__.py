@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -58,6 +58,10 @@ class Release0517(Arguments0517):
     def extend_tokens(self, req: Req) -> int:
         """Return the new tokens that a prefill batch computes of a request."""
         return int(req.extend_range.length)
+
+    def report_decoded(self, reporter: Any, batch: ScheduleBatch, in_graph: bool) -> None:
+        """Have SGLang's metrics count a token of each request of a batch."""
+        reporter.report_decode_stats(in_graph, running_batch=batch)
 
     def namespace(self, req: Any) -> str | None:
         """Return what keeps the tokens of a request, or of a tokenized one, apart from equal tokens of others."""

@@ -177,7 +177,7 @@ USED_BY_FEATURES = {
             model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner: max_bs
         mixing batch by batch
             managers.scheduler.Scheduler: _get_new_batch_prefill_raw(self, *, running_batch) chunked_prefill_size
-                chunked_req is_mixed_chunk page_size tp_worker waiting_queue
+                chunked_req is_mixed_chunk max_prefill_tokens page_size tp_worker waiting_queue
             managers.schedule_batch.ScheduleBatch: prepare_for_extend(self) is_empty(self)
         how many can be let in: managers.scheduler.Scheduler: get_num_allocatable_reqs(self, running_bs)
         who is let in
@@ -227,6 +227,7 @@ USED_BY_FEATURES = {
             managers.io_struct.TokenizedGenerateReqInput: rid input_ids sampling_params routed_dp_rank extra_key
                 lora_id
             managers.io_struct.BatchTokenizedGenerateReqInput: batch
+        health checks, which go to each rank in turn: managers.utils: is_health_check_generate_req(recv_req)
     """,
     Feature.STATUS: """
         the server's app, with a key: utils.auth: add_api_key_middleware(app)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -45,6 +45,9 @@ class Release0523(Arguments0523, Release0517):
 
     def extend_tokens(self, req: Req) -> int:
         return int(req.extend_len)
+
+    def report_decoded(self, reporter: Any, batch: ScheduleBatch, in_graph: bool) -> None:
+        reporter.report_decode_stats(in_graph, running_batch=batch, num_generated_tokens=len(batch.reqs))
 
     def namespace(self, req: Any) -> str | None:
         """See Release0517: a key and a salt, which older releases join to one key."""

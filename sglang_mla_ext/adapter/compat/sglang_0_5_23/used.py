@@ -67,6 +67,9 @@ USES = {
     """,
     Feature.MIXED: """
         new tokens of a batch: managers.schedule_batch.Req: extend_len
+        counting what mixed batches decode
+            managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter:
+                report_decode_stats(self, can_run_cuda_graph, running_batch, num_generated_tokens)
     """,
     Feature.ROUTING: """
         a request's rank: managers.io_struct.TokenizedGenerateReqInput: cache_salt

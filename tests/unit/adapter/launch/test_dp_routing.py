@@ -154,9 +154,10 @@ def test_requests_that_cannot_share_need_not_stay_together(field: str) -> None:
 def test_other_messages_are_left_alone() -> None:
     router = Router(2, 256)
     message, embeddings = SimpleNamespace(rid="x"), request("y", None)
-    router.route(message, set())
-    router.route(embeddings, set())
-    assert vars(message) == {"rid": "x"} and embeddings.routed_dp_rank is None
+    health_check = request("HEALTH_CHECK_1.5", [0])
+    for each in (message, embeddings, health_check):
+        router.route(each, set())
+    assert vars(message) == {"rid": "x"} and embeddings.routed_dp_rank is health_check.routed_dp_rank is None
 
 
 class Manager:

@@ -195,7 +195,11 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
         {**FP8_CACHE, "disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"},
         DECODE_ROLE,
         {**FP8_CACHE, **DECODE_ROLE},
-        {"flashinfer_mla_disable_ragged": True, "disable_chunked_prefix_cache": True},
+        {
+            "flashinfer_mla_disable_ragged": True,
+            "disable_chunked_prefix_cache": True,
+            "cuda_graph_config": graphs("disabled"),
+        },
         FP8_CACHE,
         {"enable_mixed_chunk": True},
     ],
@@ -337,6 +341,12 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ({**FP8_CACHE, "quantization_param_path": "x"}, "--quantization-param-path does not go with --kv-cache-dtype"),
         ({**FP8_CACHE, "flashinfer_mla_disable_ragged": True}, "--flashinfer-mla-disable-ragged does not go with"),
         ({"cuda_graph_config": graphs("full")}, "full CUDA graphs of prefill leave cached prefixes out of attention"),
+        (
+            {"cuda_graph_config": graphs("breakable", decode="breakable")},
+            "breakable CUDA graphs of decode are not supported: use full ones",
+        ),
+        ({"disable_chunked_prefix_cache": True}, "--disable-chunked-prefix-cache does not go with prefill in CUDA gra"),
+        ({"flashinfer_mla_disable_ragged": True}, "--flashinfer-mla-disable-ragged does not go with prefill in CUDA g"),
         ({**FP8_CACHE, "disable_chunked_prefix_cache": True}, "--disable-chunked-prefix-cache does not go with"),
         (
             {**FP8_CACHE, **HOST_CACHE, "hicache_storage_backend": "file"},

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.step.admission import FIRST_GUESS, PASSES_IN_A_ROW, Admission
 from sglang_mla_ext.adapter.step.passes import Kind, Pass
 from sglang_mla_ext.predict.mixed import most_waiting
@@ -66,6 +67,7 @@ class Scheduler:
     def __init__(self, rule: Rule, waiting: int = 1, running: int = 5) -> None:
         self.admission, self.rule = Admission(rule, SimpleNamespace(sharded=None, query_tokens=1), self), rule
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = True, CHUNK, PAGE
+        self.max_prefill_tokens = 2 * CHUNK
         self.waiting_queue, self.chunked_req = [request(10)] * waiting, None
         self.places = 12
         self.free_slots = [10**6, 0]  # and those that the tree would give back
@@ -93,6 +95,7 @@ def make(scheduler: Scheduler, *, delayer: Any, running_batch: Any) -> tuple[Any
     scheduler.seen = [(scheduler.is_mixed_chunk, scheduler.chunked_prefill_size)]
     count = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
     adder = SimpleNamespace(can_run_list=[], rem_chunk_tokens=(scheduler.chunked_prefill_size or 0) - count)
+    assert scheduler.max_prefill_tokens == 2 * CHUNK + count, "SGLang takes running requests off"
     for req in scheduler.new.reqs if scheduler.new is not None else []:
         if scheduler.admission.waits(adder, req):  # Admission.add_request
             break
@@ -378,6 +381,18 @@ def test_what_is_left_of_a_prompt_in_pieces_waits_too() -> None:
         assert scheduler.admission.new_tokens(scheduler, scheduler.running) == expected
 
 
+def test_nobody_waits_for_those_who_are_sorted_in_front() -> None:
+    """In each step another request with a longer prefix has come, and behind it is one with log-probabilities."""
+    scheduler, apart = Scheduler(Rule()), request(10, return_logprob=True)
+    scheduler.new = batch_of([request(10), apart], prefix_lens=[4, 4], extend_lens=[6, 6])
+    admitted = []
+    for _ in range(9):
+        scheduler.step()
+        admitted.append(apart in scheduler.adder.can_run_list)
+        assert scheduler.max_prefill_tokens == 2 * CHUNK
+    assert admitted == [False, False, True] * 3
+
+
 def test_cached_lengths_are_those_of_the_batch() -> None:
     """Of two running requests one had its last token computed in the pass before, of the other that is still to come:
     SGLang 0.5.17 says the same of both. What a mixed batch left out has left its place."""
@@ -393,8 +408,9 @@ def test_cached_lengths_are_those_of_the_batch() -> None:
 def test_what_a_mixed_batch_decodes_is_counted_as_sglang_counts_it() -> None:
     shown, finished = [], []
 
-    def report(can_run_graph: bool, running_batch: Any) -> None:
+    def report(can_run_graph: bool, running_batch: Any, **counts: int) -> None:
         shown.append((can_run_graph, running_batch.reqs))
+        assert counts == ({} if contract.line() == "0.5.17" else {"num_generated_tokens": 3})
 
     def running(name: str, retracted: bool) -> Any:
         time_stats = SimpleNamespace(set_last_decode_finish_time=lambda: finished.append(name))

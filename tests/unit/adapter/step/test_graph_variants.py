@@ -96,6 +96,8 @@ def test_requests_that_begin_alike() -> None:
 
     assert not alike() and not alike(*map(request, (one, one[:7], other)))
     assert alike(*map(request, (one, other, one[:7], one[:6])))
+    assert not alike(*map(request, (one, one, other))), "one alone shares with nobody"
+    assert alike(*map(request, (one, other, one, other))), "small groups pay together"
     assert not alike(request(one), request(one[:5]), request(one[:5]), request(one)), "too short, whatever they are"
     assert not alike(
         request(one), request(one, extra_key="a"), request(one, extra_key="a"), request(one, extra_key="b")
