@@ -171,7 +171,8 @@ def check_mixed(stock: Reference, server: Server) -> None:
     for attempt in range(8):
         chats = chats_over_time(40, seed=50 + attempt)
         expected, answers = (in_thread(texts_of, each, chats) for each in (stock, server))
-        while not answers.done():  # not by the clock: chats take longer on a busy machine
+        # Not by the clock: chats take longer on a busy machine. And only every other time: hardly a step is mixed then.
+        while attempt % 2 == 0 and not answers.done():
             generate(server, prompt(seed := seed + 1, 30), 0)
         assert answers.result() == expected.result()
         found = server.counters()
