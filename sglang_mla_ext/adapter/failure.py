@@ -41,15 +41,15 @@ class Running(Protocol):
 
 
 class OurPartFailedError(RuntimeError):
-    """Failure of our part of a layer or a pass; its cause is the original error.
+    """Failure of our part of a layer or a pass.
 
     Attributes:
-        what: the part that has failed.
+        what: the part that has failed; cause: the original error.
     """
 
-    def __init__(self, what: Fallback, cause: BaseException) -> None:
+    def __init__(self, what: Fallback, cause: Exception) -> None:
         super().__init__(f"hybrid_mla: {what.value}: {type(cause).__name__}: {cause}")
-        self.what = what
+        self.what, self.cause = what, cause
 
 
 class our_part:
@@ -86,14 +86,14 @@ def guarded(what: Fallback, *, only_shows: bool = False, loses_memory: bool = Fa
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:
-                of_part = isinstance(error, OurPartFailedError)
-                if of_part and several_ranks():
-                    raise
-                cause = (of_part and error.__cause__) or error
+                if isinstance(error, OurPartFailedError):
+                    if several_ranks():
+                        raise
+                    error = error.cause
                 if only_shows:
-                    self.steps.counters.fall_back(what, cause)
+                    self.steps.counters.fall_back(what, error)
                 else:
-                    self.steps.fail(what, cause, self.memory.clear if loses_memory else None)
+                    self.steps.fail(what, error, self.memory.clear if loses_memory else None)
 
         return call
 
@@ -109,7 +109,7 @@ def around_pass(
     except OurPartFailedError as failure:
         if not session.repeats or several_ranks():
             raise
-        session.steps.fail(failure.what, failure.__cause__ or failure)
+        session.steps.fail(failure.what, failure.cause)
     # Not inside of `except`: the error's frames hold tensors.
     again = copy.copy(forward_batch)
     again.forward_metadata_ready = False  # a verify step is prepared before it, with what was shared

@@ -71,8 +71,8 @@ def watching(server: Server) -> Any:
 
 
 def ask_and_see(server: Server, chats: list[Chat], expected: Callable[[list[dict[str, Any]]], bool]) -> list[Answer]:
-    """The answers; groups as expected were shown meanwhile. On a busy machine `/server_info` may answer only before and
-    after, so the chats are sent up to five times."""
+    """Return the answers; groups as expected are shown meanwhile. On a busy machine `/server_info` may answer only
+    before and after, so the chats are sent up to five times."""
     with watching(server) as seen:
         answers = server.ask(*chats)
         for _ in range(4):
@@ -83,7 +83,7 @@ def ask_and_see(server: Server, chats: list[Chat], expected: Callable[[list[dict
 
 
 def has_group(requests: int, mode: str) -> Callable[[list[dict[str, Any]]], bool]:
-    """Whether the largest group has so many requests on the system prompt, and this mode."""
+    """Return a check that the largest group has so many requests on the system prompt, and this mode."""
 
     def has(groups: list[dict[str, Any]]) -> bool:
         largest = max(groups, key=lambda group: group["requests"])

@@ -152,20 +152,24 @@ def deterministic(args: ServerArgs) -> list[Finding]:
 
 
 def prefill_by_keys(server: Server) -> Iterator[Finding]:
-    """Flags that turn SGLang's prefill by keys per head off, which passes over expanded prefixes take where they leave
-    their CUDA graph: above the largest one, say, or with DP attention while a rank is idle."""
-    if not (server.device.on_gpu and server.prefill.is_ours and server.prefill.graphs != "disabled"):
-        return
+    """Refuse flags with which SGLang's prefill attends to the pool itself on a GPU, by absorb, where otherwise it asks
+    for rows by their slots. It cannot read an FP8 pool. Passes over expanded prefixes leave their CUDA graph above the
+    largest one, say, or with DP attention while a rank is idle, and have keys per head then."""
+    args, fp8 = server.args, server.fp8_cache
+    leaves_graphs = server.prefill.is_ours and server.prefill.graphs != "disabled"
     flags = {
-        "--flashinfer-mla-disable-ragged": server.args.flashinfer_mla_disable_ragged,
-        "--disable-chunked-prefix-cache": server.args.disable_chunked_prefix_cache,
+        "--flashinfer-mla-disable-ragged": args.flashinfer_mla_disable_ragged,
+        "--disable-chunked-prefix-cache": args.disable_chunked_prefix_cache,
     }
-    for flag in (flag for flag, given in flags.items() if given):
-        yield Finding(
-            f"{flag} with prefill graphs",
-            f"{flag} does not go with prefill in CUDA graphs, whose larger passes leave them: remove it, or add "
-            "--disable-prefill-cuda-graph.",
-        )
+    for flag in (flag for flag, given in flags.items() if given and server.device.on_gpu):
+        if fp8:
+            yield Finding(f"{flag} with FP8", f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them.")
+        elif leaves_graphs:
+            yield Finding(
+                flag,
+                f"{flag} does not go with prefill in CUDA graphs, whose larger passes leave them: remove it, or add "
+                "--disable-prefill-cuda-graph.",
+            )
 
 
 def fp8_cache(server: Server) -> Iterator[Finding]:
@@ -195,10 +199,6 @@ def fp8_cache(server: Server) -> Iterator[Finding]:
         # And no layers with linear attention (models.beside_linear_layers).
         "--disaggregation-mode of a model with linear attention": args.disaggregation_mode != "null"
         and installed.linear_layers(args) is not None,
-        # These make SGLang's prefill attend to the pool itself on a GPU, by absorb, where otherwise it asks for rows by
-        # their slots.
-        "--flashinfer-mla-disable-ragged": gpu and args.flashinfer_mla_disable_ragged,
-        "--disable-chunked-prefix-cache": gpu and args.disable_chunked_prefix_cache,
     }
     for flag, given in flags.items():
         if given:

@@ -151,12 +151,12 @@ def _findings(server: Server) -> Iterator[Finding]:
     yield from models.beside_linear_layers(args)
     if args.dtype in ("half", "float16"):
         yield FLOAT16
-    yield from feature_findings.prefill_by_keys(server)
     if server.fp8_cache:
         yield from feature_findings.fp8_cache(server)
     elif args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
         text = f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3."
         yield Finding("--kv-cache-dtype", text)
+    yield from feature_findings.prefill_by_keys(server)
     yield from feature_findings.drafts(server)
     yield from feature_findings.host_cache(server)
     further: list[Finding] = installed.further_findings(args)

@@ -19,7 +19,7 @@ CAN_GO = (
     *("--enable-unified-memory", "--enable-page-major-kv-layout", "--speculative-adaptive"),
     *("--enable-multi-layer-eagle", "--speculative-draft-attention-backend"),
     *("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"),
-    "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+    *("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "--flashinfer-mla-disable-ragged", "--disable-chunked-prefix-cache"),
 )
 """Flags and variables, which are their own codes."""
 
@@ -41,6 +41,7 @@ REMEDIES = {
     "float16": Remedy(("--dtype",), ("--dtype", "bfloat16")),
     "--kv-cache-dtype": Remedy(("--kv-cache-dtype",), ("--kv-cache-dtype", "fp8_e4m3")),
     "full prefill graphs": Remedy(("--cuda-graph-backend-prefill",)),
+    "decode graphs": Remedy(("--cuda-graph-backend-decode",)),
     "prefill graphs with FP8": Remedy(
         ("--cuda-graph-backend-prefill", "--enforce-piecewise-cuda-graph", "--enable-breakable-cuda-graph")
     ),

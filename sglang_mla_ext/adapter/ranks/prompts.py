@@ -1,4 +1,4 @@
-"""What ranks know of requests by their prompts alone, which are the same on all of them.
+"""Properties of requests that follow from their prompts alone, which are the same on all ranks.
 
 Trees and slots differ between ranks with requests of their own, and what is expanded may differ after a failure on one
 of those that divide the heads.
@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 
 class PromptMemo(Generic[Made]):
-    """What was made of the prompt of every request that SGLang still has."""
+    """Memo of what is made of each request's prompt, as long as SGLang has the request."""
 
     def __init__(self, make: Callable[[Req], Made]) -> None:
         self._make = make

@@ -224,7 +224,7 @@ def around_forward_raw(
     except OurPartFailedError as failure:
         if several_ranks():
             raise
-        session.steps.fail(failure.what, failure.__cause__ or failure)
+        session.steps.fail(failure.what, failure.cause)
     # Not inside of `except`: the error's frames hold tensors.
     now.become(Kind.PREFILL, now.rows)
     return original(runner, forward_batch, *args)

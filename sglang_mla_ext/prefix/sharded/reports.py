@@ -61,6 +61,7 @@ class Reports:
         made_from = self._paths, rows, expanded, had
         # In most steps, where only the same lists are compared.
         if self._report is None or self._report[0] != made_from:
+            # By identity: a request has the same names, in the same tuple, until it ends.
             agreed_on = set(map(id, self._report[0][0])) if self._report is not None and had else ()
             paths = [_near(path, had) if id(path) in agreed_on else path for path in self._paths]
             self._report = made_from, Report.of(paths, rows, expanded)
@@ -141,7 +142,7 @@ class Reports:
 
 
 def _near(path: Names, had: Collection[Name]) -> Names:
-    """Return a path as far as `AHEAD` chunks behind those that ranks had; before such a chunk are others."""
+    """Return the path up to `AHEAD` chunks behind the last one in `had`, which has all chunks before that, too."""
     if len(path) <= AHEAD or path[-1 - AHEAD] in had:
         return path
     return path[: bisect_left(path, True, key=lambda name: name not in had) + AHEAD]

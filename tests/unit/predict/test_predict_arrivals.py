@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from bench import predictions
@@ -27,7 +28,7 @@ SHORT = Traffic(requests=128, prefix=7069, question=128, answer=112, host_s=0.1)
 
 
 def one_rank(layers: int) -> Deployment:
-    """What one of eight tensor-parallel ranks of DeepSeek-V3 holds, as a model of one GPU, without DeepGEMM."""
+    """Return one of eight tensor-parallel ranks of DeepSeek-V3, as a model of one GPU, without DeepGEMM."""
     return Deployment(rank_config(Rank("tp8", layers)), predictions.without_deep_gemm(Gpu.from_json("h100")))
 
 
@@ -111,16 +112,24 @@ def test_short_answers_with_prefill_in_graphs_against_measured_servers():
 
 
 def test_steps_of_ranks_against_measured_servers():
-    """Of DP attention, prefixes alone or sharded, on two and four ranks: within 9 %. Over 16 tokens up to 16 % too
-    short, where a third of a step of 8 or 16 layers is the host's."""
+    """Compare decode steps of two and four ranks of DP attention, with prefixes alone or sharded: each is within 9 %,
+    over 16 and 32 tokens up to 20 % too short. What sharing gains is within 4 % of 61 layers, of fewer within 7.1 %."""
     records = [json.loads(line) for line in (RESULTS / "spread.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "decode" and record["decode_itl_ms"]]
-    assert len(found) >= 55 and {record["case"]["dp"] for record in found} == {2, 4}
-    for record in found:
-        apart = predictions.step(record).seconds * 1e3 / record["decode_itl_ms"]
+
+    def case(record: dict[str, Any]) -> tuple[str, ...]:
         of = record["case"]
-        least = 0.91 if of["prefix"] > 64 else 0.84 if of["layers"] == 61 else 0.7
-        assert least < apart < 1.05, of
+        return record["sglang"], of["prompt"], str(of["layers"]), str(of["dp"])
+
+    stock = {case(record): record for record in found if record["impl"] != "hybrid_mla"}
+    assert len(found) >= 55 and len(stock) >= 12 and {record["case"]["dp"] for record in found} == {2, 4}
+    for record in found:
+        of, said, took = record["case"], predictions.step(record).seconds * 1e3, record["decode_itl_ms"]
+        assert (0.91 if of["prefix"] > 64 else 0.8) < said / took < 1.05, of
+        if of["prefix"] > 64 and (other := stock.get(case(record))) is not None:
+            within = 0.04 if of["layers"] == 61 else 0.071
+            gain = predictions.step(other).seconds * 1e3 / said
+            assert gain == pytest.approx(other["decode_itl_ms"] / took, rel=within), of
 
 
 def test_short_answers_of_whole_ranks_against_measured_servers():

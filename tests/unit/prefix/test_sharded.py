@@ -251,8 +251,7 @@ def test_few_requests_on_many_ranks_share_by_cost() -> None:
 
 
 def test_private_histories_do_not_keep_others_from_sharing() -> None:
-    """They fill the first report, behind which there is no room for the second prompt; and so does one that comes
-    later."""
+    """Reports that they fill leave no room for the second prompt, until they are cut; also one that comes later."""
 
     def histories(first: int, prompt: tuple[int, ...], chunks: int) -> list[tuple[int, ...]]:
         return [prompt + (1000 + first + request,) * (chunks * CHUNK) for request in range(4)]
