@@ -127,7 +127,7 @@ def headline(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 def sharded(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     """Yield the newest runs of DP ranks, by how they hold the prompt, beside fa3 on the same ranks."""
     newest = {
-        (r["impl"], r["sglang"], r["case"]["prefix"], r["case"]["requests"], r["case"].get("flags")): r for r in records
+        (r["impl"], r["sglang"], r["case"]["prefix"], r["case"]["requests"], shared_by(r)): r for r in records
     }
     for (_, *case, _), record in sorted(newest.items(), key=lambda item: (item[0][1:4], held(item[1]))):
         stock = newest.get(("sglang_fa3", *case, None))
@@ -141,13 +141,19 @@ def sharded(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
             yield {**record["case"], **record, **row, "records": [record, stock] if stock else [record]}
 
 
+def shared_by(record: Record) -> str | None:
+    """Return how the ranks of a DP server share a prompt, however much memory it has; None for SGLang's own backends."""
+    if record["impl"] != OURS:
+        return None
+    precision = ", FP8" if named(record).hybrid_mla_prefix_dtype == "fp8_e4m3" else ""
+    return HELD[sharding(record)] + precision
+
+
 def held(record: Record) -> str:
     """Return how the ranks of a DP server hold a prompt, by its flags."""
-    if record["impl"] != OURS:
+    if (shared := shared_by(record)) is None:
         return str(record["impl"]).removeprefix("sglang_")
-    flags = named(record)
-    how = f"{HELD[sharding(record)]}, {named_memory(record) or 0:g} GiB"
-    how += ", FP8" if flags.hybrid_mla_prefix_dtype == "fp8_e4m3" else ""
+    how = f"{shared}, {named_memory(record) or 0:g} GiB"
     how += ", prefill expands for itself" if transient_tokens(record) else ""
     mixed = record["bench"] == "short" and record["hybrid_mla"]["counters"].get("prefills_mixed")
     return how + (", mixed steps" if mixed else "")

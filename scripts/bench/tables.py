@@ -5,7 +5,8 @@ A spec is a table as data:
 - `records`: files in benchmarks/results; `where`: values that a record or its case must have; `prefer`: fields by which
   a larger record is taken before a newer one; `derive`: a function that adds fields to a record.
 - `by`: fields that tell rows apart. `beside` puts several records into one row: name -> values of such a record; a row
-  without one of `needs` is left out. `best` names the fastest of some of them, unless one of its `needs` is missing.
+  without one of `needs` is left out. `best` names the fastest of some of them, by `ms` or by a `rate`, unless one of
+  its `needs` is missing.
 - `names`: field -> value -> label, in the order of rows; other rows are left out. `order`: fields to sort by, `-` first
   for the largest first. `repeat`: key -> name; every row is shown once for each, with `@` as the key.
 - `rows`: a function of all records (and of `with`) that yields rows, for what has to be computed. `finish`: one that
@@ -156,9 +157,14 @@ def _joined(spec: Spec, records: Iterable[Record]) -> Iterable[Row]:
             yield {**first, **first["case"], **of_row, **best, "records": list(of_row.values())}
 
 
-def _fastest(of_row: Mapping[str, Record], of: Sequence[str], needs: Sequence[str] = ()) -> Record | None:
+def _fastest(
+    of_row: Mapping[str, Record], of: Sequence[str], needs: Sequence[str] = (), rate: str | None = None
+) -> Record | None:
+    """Return the record with the highest `rate`, or without one with the fewest milliseconds."""
     there = [of_row[name] for name in of if name in of_row]
-    return min(there, key=lambda record: record["ms"]) if there and {*needs} <= {*of_row} else None
+    if not there or not {*needs} <= {*of_row}:
+        return None
+    return max(there, key=lambda record: record[rate]) if rate else min(there, key=lambda record: record["ms"])
 
 
 def _sortable(name: str, row: Row) -> tuple[bool, Any]:

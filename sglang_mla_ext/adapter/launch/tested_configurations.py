@@ -46,8 +46,8 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     },
     "0.5.23": {
         GPU: {
-            **{SERVER: 1, V3: 1, MIXED: 1, DP_ATTENTION: 4, SHARDED: 4, PEERS: 4, TRANSIENT: 4, MIXED_DP: 4, DRAFTS: 1},
-            **{FP8_CACHE: 2, PREFILL_GRAPHS: 1, KIMI_LINEAR: 1, KIMI_K3: 1},
+            **{SERVER: 1, V3: 1, TENSOR: 2, MIXED: 2, DP_ATTENTION: 4, SHARDED: 4, PEERS: 4, TRANSIENT: 4, MIXED_DP: 4},
+            **{DRAFTS: 1, FP8_CACHE: 2, PREFILL_GRAPHS: 2, KIMI_LINEAR: 1, KIMI_K3: 1},
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, GROUPS: 4, REPLICAS: 2, NODES: 2},

@@ -29,7 +29,7 @@ def test_every_supported_release_is_in_the_table() -> None:
             "tested on the CPU only: several nodes; never run on 8 ranks: several nodes (on 2)",
         ),
         ({table.SERVER: 1, table.REPLICAS: 2}, "0.5.17", "tested on the CPU only: --dp-size without DP attention"),
-        ({table.SERVER: 1, table.TENSOR: 2}, "0.5.23", "tested on the CPU only: tensor parallelism"),
+        ({table.SERVER: 1, table.GROUPS: 2}, "0.5.23", f"tested on the CPU only: {table.GROUPS}"),
         ({table.SERVER: 1, table.COMPILED: 1}, "0.5.23", "not tested: --enable-torch-compile"),
         (
             {table.SHARDED: 8, table.PEERS: 2},
