@@ -126,9 +126,7 @@ def headline(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 def sharded(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     """Yield the newest runs of DP ranks, by how they hold the prompt, beside fa3 on the same ranks."""
-    newest = {
-        (r["impl"], r["sglang"], r["case"]["prefix"], r["case"]["requests"], shared_by(r)): r for r in records
-    }
+    newest = {(r["impl"], r["sglang"], r["case"]["prefix"], r["case"]["requests"], shared_by(r)): r for r in records}
     for (_, *case, _), record in sorted(newest.items(), key=lambda item: (item[0][1:4], held(item[1]))):
         stock = newest.get(("sglang_fa3", *case, None))
         if record["bench"] == "decode":
@@ -142,7 +140,7 @@ def sharded(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 
 def shared_by(record: Record) -> str | None:
-    """Return how the ranks of a DP server share a prompt, however much memory it has; None for SGLang's own backends."""
+    """Return how the ranks of a DP server share a prompt, with any memory; None for SGLang's own backends."""
     if record["impl"] != OURS:
         return None
     precision = ", FP8" if named(record).hybrid_mla_prefix_dtype == "fp8_e4m3" else ""
