@@ -51,7 +51,7 @@ def shared_prefixes(heads: int, tree: Tree) -> Sharing:
     counters, pool = Counters(), ExpandedPool(CHUNKS, CHUNK_TOKENS)
     planner = Planner(
         HybridMLAOptions(expand_tokens_per_step=1 << 30),
-        CostModel(ModelDims.from_json("deepseek-v3"), heads, GpuRates.from_json("h200")),
+        CostModel(ModelDims.of("deepseek-v3"), heads, GpuRates.from_json("h200")),
         Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * MAX_ROWS),
         CHUNK_TOKENS,
         counters,

@@ -126,7 +126,7 @@ def main(
     comparison = Comparison(
         backend or [HYBRID, STOCK],
         [make_load(*one, vocabulary, seed, **sizes) for one in cases],
-        ModelDims.from_json(model),
+        ModelDims.of(model),
         described,
         out,
         logs,

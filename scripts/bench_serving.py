@@ -88,7 +88,7 @@ def main(
     comparison = Comparison(
         backends,
         asked,
-        ModelDims.from_json(model) if Path(model).exists() else None,
+        ModelDims.of(model) if Path(model).exists() else None,
         {} if workload else {"questions": QUESTIONS},
         out,
         logs,

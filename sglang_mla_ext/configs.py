@@ -1,7 +1,8 @@
 """Reads the configurations that the package ships, and files of the same form that a user names.
 
-They are data: `models/`, `gpus/` and `workloads/` in the folder `configs/`, installed inside the package. What they
-mean is the business of whoever asks (prefix/planner/gpu_rates.py, model_dims.py). Imports neither torch nor SGLang.
+They are data: `checkpoints/`, `gpus/` and `workloads/` in the folder `configs/`, installed inside the package. What
+they mean is the business of whoever asks (prefix/planner/gpu_rates.py, model_dims.py). Imports neither torch nor
+SGLang.
 
 The folder has no `__init__.py`, so `sglang_mla_ext.configs` is this module and the folder beside it is only data.
 """
@@ -24,7 +25,7 @@ FALLBACK_GPU = "h100"
 
 
 def config_names(kind: str) -> list[str]:
-    """Names of the shipped configurations of a kind: `gpus`, `models` or `workloads`."""
+    """Names of the shipped configurations of a kind: `checkpoints`, `gpus` or `workloads`."""
     return sorted(entry.name.removesuffix(".json") for entry in _folder(kind).iterdir() if entry.name.endswith(".json"))
 
 

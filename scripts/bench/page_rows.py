@@ -10,12 +10,18 @@ from bench.rank_rows import middle
 from bench.recipes import OUTCOMES, Row, recipes, rows
 from bench.records import Record, latest
 from sglang_mla_ext.adapter.launch.tested_configurations import MOST_RANKS, SERVER
-from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.options import OPTIONS
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 OURS = "hybrid_mla"
 RANKS = {"TP 8": 8, "TP 16": 16, "DP attention": 1}
-MEMORY_OF = ("deepseek-v3", "kimi-k2", "kimi-k3", "longcat-flash", "glm-4.7-flash")
+MEMORY_OF = {
+    "deepseek-v3": "DeepSeek-V3",
+    "kimi-k2": "Kimi-K2",
+    "kimi-k3": "Kimi-K3",
+    "longcat-flash": "LongCat-Flash",
+    "glm-4.7-flash": "GLM-4.7-Flash",
+}
 
 USUAL_INTERVAL = 1000
 """Steps from one shadow check to the next."""
@@ -40,17 +46,16 @@ def workloads(records: Iterable[Record]) -> Iterator[Row]:
 
 def prefix_memory(records: object) -> Iterator[Row]:
     """Yield the memory of an expanded token on one GPU, in GiB, by model and ranks."""
-    for name in MEMORY_OF:
-        model = read_config("models", name)
+    for name, title in MEMORY_OF.items():
+        model = ModelDims.of(name)
         for ranks, of in RANKS.items():
             if of > 8 and name != "kimi-k3":
                 continue
-            heads = -(-model["num_attention_heads"] // of)
-            values = heads * (model["qk_nope_head_dim"] + model["v_head_dim"])
-            layers, rotary = model["num_attention_layers"], model["qk_rope_head_dim"]
-            bf16, fp8 = (layers * (values * size + 2 * rotary) / 2**30 for size in (2, 1))
+            heads = -(-model.num_heads // of)
+            values = heads * (model.qk_nope_head_dim + model.v_head_dim)
+            bf16, fp8 = (model.num_layers * (values * size + 2 * model.qk_rope_head_dim) / 2**30 for size in (2, 1))
             sizes = {f"{dtype}_{n}": n * each for dtype, each in (("bf16", bf16), ("fp8", fp8)) for n in (7069, 26472)}
-            of_model = {"model": model["name"], "ranks": ranks, "heads": heads}
+            of_model = {"model": title, "ranks": ranks, "heads": heads}
             yield of_model | sizes | {"kib": bf16 * 2**20, "records": []}
 
 

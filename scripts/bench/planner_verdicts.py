@@ -33,7 +33,7 @@ from sglang_mla_ext.prefix.planner.room import Capacity
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.segment import Mode
 
-DIMS = ModelDims.from_json("deepseek-v3")
+DIMS = ModelDims.of("deepseek-v3")
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}  # of the expanded prefix; latent rows are BF16
 LARGEST_LOSS = 0.05  # the largest loss that a choice may cost, relative
 CONSTANTS_MS, PER_ROOT_ROW_MS = (-0.02, 0.06), (0.0, 0.001)  # where `with_fitted_overheads` looks

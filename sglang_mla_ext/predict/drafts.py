@@ -12,7 +12,7 @@ from dataclasses import replace
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, predict
 
-LAYERS = ("num_hidden_layers", "num_layers", "num_attention_layers")
+LAYERS = ("num_hidden_layers", "num_layers")
 
 
 def drafting(of: Deployment) -> Callable[[int, int, int], float]:

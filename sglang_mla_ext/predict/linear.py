@@ -27,10 +27,10 @@ def is_linear(config: Mapping[str, Any]) -> bool:
     return bool(config.get("linear_attn_config"))
 
 
-def layers(config: Mapping[str, Any], kind: str = "kda_layers") -> int:
-    """Layers with linear attention, or those with MLA beside them (`full_attn_layers`); they are numbered from 1."""
+def layers(config: Mapping[str, Any]) -> int:
+    """Layers with linear attention; they are numbered from 1."""
     last = int(config["num_hidden_layers"])
-    return sum(layer <= last for layer in config["linear_attn_config"][kind])
+    return sum(layer <= last for layer in config["linear_attn_config"]["kda_layers"])
 
 
 def matrices(config: Mapping[str, Any]) -> list[tuple[str, int, bool]]:

@@ -103,8 +103,7 @@ class Deployment:
 
     @cached_property
     def dims(self) -> ModelDims:
-        dims = ModelDims.from_config(self.config)
-        return dataclasses.replace(dims, num_layers=weights.attention_layers(self.config))
+        return ModelDims.from_config(self.config)
 
     @property
     def has_states(self) -> bool:

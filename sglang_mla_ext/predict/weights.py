@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_mla_ext.configs import config_names, did_you_mean, read_config
 from sglang_mla_ext.predict import linear as linear_layers
-from sglang_mla_ext.prefix.planner.model_dims import language_part
+from sglang_mla_ext.prefix.planner.model_dims import UnknownModelError, attention_layers, language_part, number
 
 FP8_BYTES = 1 + 4 / 128**2  # a float32 scale for a block of 128 x 128, where none is named
 BF16_BYTES = 2.0
@@ -27,10 +27,6 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 
 
 FP4_WEIGHTS = "FP4 weights are for Blackwell GPUs, and were never run with hybrid_mla: use the FP8 checkpoint"
-
-
-class UnknownModelError(ValueError):
-    """Model that is not known, or whose configuration lacks something; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ def products(config: Mapping[str, Any], dtype: str = "auto") -> tuple[Product, .
         UnknownModelError: a dimension is missing.
     """
     linear, of_experts = _element_bytes(config, dtype)
-    get = functools.partial(_get, config)
+    get = functools.partial(number, config)
     hidden, heads, rank = get("hidden_size"), get("num_attention_heads"), get("kv_lora_rank")
     nope, rope, v_dim = get("qk_nope_head_dim"), get("qk_rope_head_dim"), get("v_head_dim")
     if linear_layers.is_linear(config) and not config["linear_attn_config"].get("kda_layers"):
@@ -205,19 +201,6 @@ def products(config: Mapping[str, Any], dtype: str = "auto") -> tuple[Product, .
     return tuple(found)
 
 
-def attention_layers(config: Mapping[str, Any]) -> int:
-    """Layers with MLA; LongCat's blocks have two each. Raises UnknownModelError: there are none."""
-    if "expert_ffn_hidden_size" in config:
-        layers = 2 * _get(config, "num_layers", "num_hidden_layers")
-    elif linear_layers.is_linear(config):
-        layers = linear_layers.layers(config, "full_attn_layers")
-    else:
-        layers = _get(config, "num_hidden_layers")
-    if layers < 1:
-        raise UnknownModelError("it has no layers with MLA")
-    return layers
-
-
 def all_layers(config: Mapping[str, Any]) -> int:
     """Layers with attention of any kind."""
     return attention_layers(config) + (linear_layers.layers(config) if linear_layers.is_linear(config) else 0)
@@ -240,7 +223,7 @@ def mlp_width(config: Mapping[str, Any]) -> int:
     if not (config.get("n_routed_experts") or config.get("num_experts")):
         return int(config.get("intermediate_size") or config["ffn_hidden_size"])
     width = config.get("moe_intermediate_size") or config["expert_ffn_hidden_size"]
-    return int(width * (_get(config, *CHOSEN) + _shared_experts(config)))
+    return int(width * (number(config, *CHOSEN) + _shared_experts(config)))
 
 
 def _shared_experts(config: Mapping[str, Any]) -> int:
@@ -252,13 +235,6 @@ def _mlp(name: str, each: int, layers: int, element_bytes: float) -> list[Produc
         Product(f"{name}, gate and up", "dense", 2 * each, layers, True, element_bytes),
         Product(f"{name}, down", "dense", each, layers, True, element_bytes),
     ]
-
-
-def _get(config: Mapping[str, Any], *keys: str) -> int:
-    for key in keys:
-        if config.get(key) is not None:
-            return int(config[key])
-    raise UnknownModelError(f"not the whole configuration of an MLA model: it has no {' or '.join(keys)}")
 
 
 def _element_bytes(config: Mapping[str, Any], dtype: str) -> tuple[float, float]:

@@ -66,7 +66,7 @@ def member_of(
     min_prefix_len: int = CHUNK,
     gpu: str = "h200",
 ) -> tuple[Sharing, Reports, Member]:
-    cost = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json(gpu), ranks=ranks)
+    cost = CostModel(ModelDims.of("deepseek-v3"), 128, GpuRates.from_json(gpu), ranks=ranks)
     options = HybridMLAOptions(min_prefix_len=min_prefix_len, mode=mode, expand_tokens_per_step=per_step)
     pool, counters = ExpandedPool(chunks, chunk), Counters()
     planner = Planner(options, cost, Capacity(256, 2 * 64 * ranks), chunk, counters)

@@ -19,7 +19,7 @@ def test_the_module_and_the_data_folder_share_a_name():
 
 def test_names():
     assert {"h100", "h200", "cpu"} <= set(config_names("gpus"))
-    assert "deepseek-v3" in config_names("models")
+    assert "deepseek-v3" in config_names("checkpoints")
     assert config_names("workloads") == [
         *("agent_sessions", "agents", "burst", "churn", "four_prompts", "gsm8k", "mixed", "mmlu", "nested"),
         *("short_answers", "simpleqa", "system_prompts"),
@@ -38,9 +38,9 @@ def test_workloads():
 
 def test_unknown_configuration_lists_the_known_ones():
     with pytest.raises(ValueError, match="deepseek-v3"):
-        read_config("models", "deepseek-v9")
+        read_config("checkpoints", "deepseek-v9")
     with pytest.raises(ValueError, match="deepseek-v3"):
-        read_config_or_file("models", "deepseek-v9")
+        read_config_or_file("checkpoints", "deepseek-v9")
 
 
 def test_a_name_or_a_file(tmp_path):

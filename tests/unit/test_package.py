@@ -27,7 +27,7 @@ def shipped() -> set[str]:
     for folder, inside in (("sglang_mla_ext", ""), ("kernels", "sglang_mla_ext/"), ("configs", "sglang_mla_ext/")):
         for path in (REPOSITORY / folder).rglob("*.py"):
             found.add(f"{inside}{path.relative_to(REPOSITORY)}")
-    for kind in ("checkpoints", "gpus", "models", "workloads"):
+    for kind in ("checkpoints", "gpus", "workloads"):
         found |= {
             f"sglang_mla_ext/configs/{kind}/{path.name}" for path in (REPOSITORY / "configs" / kind).glob("*.json")
         }

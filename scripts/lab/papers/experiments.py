@@ -16,6 +16,7 @@ from bench.cases import Case
 
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 REQUESTS = (64, 128, 256, 512, 1024)  # TyphoonMLA, section 4
 MODELS = ("deepseek-v3", "kimi-k2")
@@ -129,7 +130,7 @@ def tail_tokens(questions: str, model: str) -> int:
 def _figure_3() -> Iterator[NamedCase]:
     prompts = read_config("workloads", "system_prompts")["tokens"]
     for model, questions, prompt, requests in product(MODELS, QUESTIONS, PROMPTS, REQUESTS):
-        heads, tail = read_config("models", model)["num_attention_heads"], tail_tokens(questions, model)
+        heads, tail = ModelDims.of(model).num_heads, tail_tokens(questions, model)
         names = {"model": model, "questions": questions, "prompt": prompt}
         yield Case(prompts[prompt], tail, heads, (requests,)), names
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_mla_ext.configs import read_config_or_file
+from sglang_mla_ext.configs import read_config
+
+
+class UnknownModelError(ValueError):
+    """Model that is not known, or whose configuration lacks something; the message says what is missing."""
 
 
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -15,6 +21,28 @@ def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     rest = dict(config)
     text = rest.pop("text_config", None)
     return {**rest, **text} if isinstance(text, Mapping) else config
+
+
+def number(config: Mapping[str, Any], *keys: str) -> int:
+    """Return the first of these that a model's configuration has. Raises UnknownModelError: it has none of them."""
+    for key in keys:
+        if config.get(key) is not None:
+            return int(config[key])
+    raise UnknownModelError(f"not the whole configuration of an MLA model: it has no {' or '.join(keys)}")
+
+
+def attention_layers(config: Mapping[str, Any]) -> int:
+    """Layers with MLA; LongCat's blocks have two each. Raises UnknownModelError: there are none."""
+    blocks = number(config, "num_hidden_layers", "num_layers")
+    if "expert_ffn_hidden_size" in config:
+        layers = 2 * blocks
+    elif linear := config.get("linear_attn_config"):  # layers are numbered from 1
+        layers = sum(layer <= blocks for layer in linear["full_attn_layers"])
+    else:
+        layers = blocks
+    if layers < 1:
+        raise UnknownModelError("it has no layers with MLA")
+    return layers
 
 
 @dataclass(frozen=True)
@@ -35,30 +63,24 @@ class ModelDims:
     hidden_size: int
 
     @classmethod
-    def from_json(cls, name_or_path: str | Path) -> ModelDims:
-        """Read a shipped model by name (`deepseek-v3`), or a Hugging Face `config.json`, or the folder with one."""
-        path = Path(name_or_path)
-        if path.is_dir():
-            path = path / "config.json"
-        return cls.from_config(read_config_or_file("models", path))
+    def of(cls, name_or_folder: str | Path) -> ModelDims:
+        """Read a shipped model by name (`deepseek-v3`), or the folder with a Hugging Face `config.json`."""
+        folder = Path(name_or_folder)
+        if folder.is_dir():
+            return cls.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        return cls.from_config(read_config("checkpoints", str(name_or_folder))["config"])
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelDims:
-        """Take the dimensions from a shipped model configuration or from a Hugging Face one.
+        """Take the dimensions from a model's configuration, as on Hugging Face.
 
         Raises:
-            ValueError: the model is not an MLA model.
+            UnknownModelError: the model is not an MLA model.
         """
         config = language_part(config)
-
-        def get(*keys: str) -> int:
-            for key in keys:
-                if config.get(key) is not None:
-                    return int(config[key])
-            raise ValueError(f"not an MLA model's configuration: it has no {' or '.join(keys)}")
-
+        get = functools.partial(number, config)
         return cls(
-            num_layers=get("num_attention_layers", "num_hidden_layers", "num_layers"),
+            num_layers=attention_layers(config),
             num_heads=get("num_attention_heads"),
             kv_lora_rank=get("kv_lora_rank"),
             qk_nope_head_dim=get("qk_nope_head_dim"),

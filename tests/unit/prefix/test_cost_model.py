@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from sglang_mla_ext.configs import config_names
 from sglang_mla_ext.kernels.absorb.stacking import STRIP_ROWS
+from sglang_mla_ext.predict import weights
 from sglang_mla_ext.prefix.planner import break_even, cost_model
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, ModeRates, rates_for
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
-V3 = ModelDims.from_json("deepseek-v3")
+V3 = ModelDims.of("deepseek-v3")
 H200 = GpuRates.from_json("h200")
 WORK = without_overheads(H200)
 PLANNER_RECORDS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "planner.jsonl"
@@ -34,9 +35,9 @@ def model(heads: int = 128, gpu: str = "h200", **kwargs: int) -> CostModel:
 # -- configurations ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", config_names("models"))
+@pytest.mark.parametrize("name", weights.model_names())
 def test_every_model_has_mla_dimensions(name):
-    dims = ModelDims.from_json(name)
+    dims = ModelDims.of(name)
     of_naive = 512 if name == "glm-4.7-flash" else 320  # its heads have 192 + 64 and 256 dimensions
     assert (dims.latent_dim, dims.absorb_macs, dims.naive_macs) == (576, 1088, of_naive)
 
@@ -65,9 +66,9 @@ def test_dimensions_from_a_hugging_face_folder(tmp_path):
         "hidden_size": 128,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ModelDims.from_json(tmp_path) == ModelDims(2, 4, 512, 128, 64, 128, 128)
+    assert ModelDims.of(tmp_path) == ModelDims(2, 4, 512, 128, 64, 128, 128)
     assert ModelDims.from_config({"vision_config": {}, "text_config": config}) == ModelDims.from_config(config)
-    with pytest.raises(ValueError, match="not an MLA model"):
+    with pytest.raises(ValueError, match="it has no kv_lora_rank"):
         ModelDims.from_config({k: v for k, v in config.items() if k != "kv_lora_rank"})
 
 

@@ -14,7 +14,7 @@ from sglang_mla_ext.prefix.planner.pass_costs import MOST_FETCHED, PassCosts
 
 
 def costs(heads: int) -> PassCosts:
-    cost = CostModel(ModelDims.from_json("deepseek-v3"), heads, GpuRates.from_json("h200"))
+    cost = CostModel(ModelDims.of("deepseek-v3"), heads, GpuRates.from_json("h200"))
     return PassCosts(cost, cost.rates.passes.graph_layer_s)
 
 

@@ -31,7 +31,7 @@ from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
-V3 = ModelDims.from_json("deepseek-v3")
+V3 = ModelDims.of("deepseek-v3")
 PAGE, CHUNK = 64, 256
 ROOM = Capacity(1 << 20, 1 << 20)
 LOSS = 0.02

@@ -243,7 +243,7 @@ def test_few_requests_on_many_ranks_share_by_cost() -> None:
     for rank in range(8):
         found = member_of(rank, 8, mode="auto", per_step=1 << 15, chunk=256)
         ranks.append(Rank(rank, meeting, found, [prompt] * 32))
-    alone = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"))
+    alone = CostModel(ModelDims.of("deepseek-v3"), 128, GpuRates.from_json("h200"))
     assert break_even.smallest_profitable_group(alone, 26_000) > 32
     plan = [together(ranks)[3] for _ in range(3)][-1]
     assert without_ids(plan.segments) == [(tuple(range(8 * 32)), 0, 16_384)]  # what memory holds

@@ -38,7 +38,7 @@ from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
 PAGE = 64  # tokens; one letter of a prompt
-COST = CostModel(ModelDims.from_json("deepseek-v3"), 16, GpuRates.from_json("cpu"))
+COST = CostModel(ModelDims.of("deepseek-v3"), 16, GpuRates.from_json("cpu"))
 FULL = "prefix_memory_full"
 
 

@@ -19,7 +19,7 @@ from sglang_mla_ext.prefix.planner.gpu_rates import ExchangeRates, GpuRates
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
-V3 = ModelDims.from_json("deepseek-v3")
+V3 = ModelDims.of("deepseek-v3")
 SHARED_MEMORY_PER_SM = 228 * 1024
 BESIDE_OPERANDS = 2048  # bytes of a CTA's shared memory for barriers and for the driver, at most
 WRONG = dict(

@@ -18,7 +18,7 @@ from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
-V3 = ModelDims.from_json("deepseek-v3")
+V3 = ModelDims.of("deepseek-v3")
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ class Rank:
     """One of two ranks, of which the other one says and has the same."""
 
     def __init__(self, graphs: list[int] | None = None, query_tokens: int = 1) -> None:
-        dims, rates = ModelDims.from_json("deepseek-v3"), GpuRates.from_json("h200")
+        dims, rates = ModelDims.of("deepseek-v3"), GpuRates.from_json("h200")
         cost = CostModel(dims, 128, rates, query_tokens=query_tokens, ranks=2)
         options = HybridMLAOptions(mode="naive", expand_tokens_per_step=CHUNK)
         pool = ExpandedPool(8, CHUNK)

@@ -20,7 +20,7 @@ from sglang_mla_ext.reasons import NotMixed
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
-H200 = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"))
+H200 = CostModel(ModelDims.of("deepseek-v3"), 128, GpuRates.from_json("h200"))
 
 # ---- batches of SGLang's
 
