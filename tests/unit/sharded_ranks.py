@@ -70,7 +70,7 @@ def member_of(
     options = HybridMLAOptions(min_prefix_len=min_prefix_len, mode=mode, expand_tokens_per_step=per_step)
     pool, counters = ExpandedPool(chunks, chunk), Counters()
     planner = Planner(options, cost, Capacity(256, 2 * 64 * ranks), chunk, counters)
-    reports = Reports(pool, lambda names: names)
+    reports = Reports(pool, lambda names: names, per_step // chunk)
     sharing = Sharing(reports, pool, planner, None, counters, shortest=1)
     return sharing, reports, Member(sharing, reports, rank)
 

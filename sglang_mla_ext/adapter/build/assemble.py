@@ -171,7 +171,7 @@ def make_sharing(
         decodes = context.runner.server_args.disaggregation_mode != "prefill"
         return Sharing(RadixSource(pool, counters), pool, planner, expander, counters, decodes=decodes), None
     names = PromptNames(drawn_key(tp_group()), CHUNK_TOKENS)
-    reports = ReportsOfRanks(pool, names)
+    reports = ReportsOfRanks(pool, names, planner.options.expand_tokens_per_step // CHUNK_TOKENS)
     slots = SlotsOfPass(reports, context.runner.req_to_token_pool.req_to_token)
     expander.attach(slots)
     sharing = Sharing(reports, pool, planner, expander, counters, shortest=1)

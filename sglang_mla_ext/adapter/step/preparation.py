@@ -56,6 +56,9 @@ class Preparation:
         A decode step has one query token of each request, which its length counts.
         """
         step, kind = passes.now, Kind.of(forward_batch.forward_mode)
+        ranks = self._steps.sharded
+        if ranks is not None and ranks.agreed and step.sharded is None and not in_capture:
+            raise RuntimeError("ranks agreed on what this pass shares, and it began without that")
         if in_capture or step.kind is not kind or (kind.is_step and step.rows.requests > forward_batch.batch_size):
             sharded = None if in_capture else step.sharded  # a rank without requests attends for the others
             if sharded is not None and sharded.mine.segments:
@@ -115,6 +118,8 @@ class Preparation:
         """Make ready for a step for which that has failed, with nothing shared: where there is no graph, and the stock
         backend can read the pool, for one of its own. What fails here is plain absorb."""
         self._steps.fail(Fallback.PREPARE_STEP, error)
+        if step.sharded is not None and not in_graph:
+            raise error  # the other ranks count on this one
         if in_graph and step.way is Way.SHARED:
             self._write_plan(step, forward_batch, needed=True)
         else:

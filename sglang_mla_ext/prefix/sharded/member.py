@@ -78,6 +78,19 @@ class Member:
         """Return whether there is an agreement on what all ranks asked for; False once everything is forgotten."""
         return self._reports.agreement is not None
 
+    @property
+    def forgotten(self) -> int:
+        """Return how often this rank has forgotten everything."""
+        return self._reports.forgotten
+
+    def forget_as_often_as(self, times: int) -> None:
+        """Forget everything if another rank has done so more often: after a failure, or a flush that came to it alone.
+        With what one rank kept, and two prompts of nearly equal worth, each rank could hold another one of them for
+        good, and none would be shared."""
+        if self.forgotten < times:
+            self._sharing.forget()
+            self._reports.forgotten = times
+
     def begin(self, plan: ShardedPlan | None) -> None:
         """Take note of what the step that comes shares, which is of the last agreement."""
         if plan is None or self._planned is None:

@@ -13,26 +13,25 @@ from sglang_mla_ext.prefix.sharded.names import Name, Names, end_of
 from sglang_mla_ext.prefix.sharded.report import Report
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
 
-AHEAD = 4
-"""Chunks of a prompt that are reported behind those that all ranks had at the last agreement. The first report of a
-request has the whole prompt. Otherwise private histories of 20,000 tokens of 128 requests would fill the report, and
-prompts behind them in the batch would not be shared."""
-
-
 class Reports:
     """See sharing.Source: nodes are names, of one chunk each.
 
     Attributes:
         tree: there is none.
         agreement: the last one; None where there is none, or everything has been forgotten since.
+        forgotten: how often everything was.
     """
 
-    def __init__(self, pool: ExpandedPool, names_of: Callable[[Any], Names]) -> None:
+    def __init__(self, pool: ExpandedPool, names_of: Callable[[Any], Names], ahead: int) -> None:
         """
         Args:
             pool: of this rank.
             names_of: a request's prompt, chunk by chunk.
+            ahead: chunks of a prompt that are reported behind those that all ranks had at the last agreement, as many
+                as a step expands. The first report of a request has the whole prompt. Otherwise private histories of
+                20,000 tokens of 128 requests would fill the report, and prompts behind them would not be shared.
         """
+        self._ahead = max(ahead, 1)
         self.tree: Tree | None = None
         self._pool, self._names_of = pool, names_of
         self._paths: Sequence[Names] = ()  # of the last report
@@ -40,6 +39,7 @@ class Reports:
         self._expanded: tuple[int, list[Name]] = -1, []  # version of the pool, and names of what it has expanded
         self._distrusted: set[Hashable] = set()
         self.agreement: Agreement | None = None
+        self.forgotten = 0
 
     # ---- before a step
 
@@ -63,7 +63,7 @@ class Reports:
         if self._report is None or self._report[0] != made_from:
             # By identity: a request has the same names, in the same tuple, until it ends.
             agreed_on = set(map(id, self._report[0][0])) if self._report is not None and had else ()
-            paths = [_near(path, had) if id(path) in agreed_on else path for path in self._paths]
+            paths = [_near(path, had, self._ahead) if id(path) in agreed_on else path for path in self._paths]
             self._report = made_from, Report.of(paths, rows, expanded)
         return self._report[1]
 
@@ -127,6 +127,7 @@ class Reports:
         """See sharing.Source."""
         self._distrusted.clear()
         self.agreement = None
+        self.forgotten += 1
 
     # ---- nodes, see memory.chunks.Nodes
 
@@ -141,8 +142,8 @@ class Reports:
         return self.holder(node) is not None
 
 
-def _near(path: Names, had: Collection[Name]) -> Names:
-    """Return the path up to `AHEAD` chunks behind the last one in `had`, which has all chunks before that, too."""
-    if len(path) <= AHEAD or path[-1 - AHEAD] in had:
+def _near(path: Names, had: Collection[Name], ahead: int) -> Names:
+    """Return the path up to so many chunks behind the last one in `had`, which has all chunks before that, too."""
+    if len(path) <= ahead or path[-1 - ahead] in had:
         return path
-    return path[: bisect_left(path, True, key=lambda name: name not in had) + AHEAD]
+    return path[: bisect_left(path, True, key=lambda name: name not in had) + ahead]

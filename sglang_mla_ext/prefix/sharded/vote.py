@@ -2,7 +2,7 @@
 a rank that does not come.
 
 Every rank takes part in every vote, in as many exchanges as the others: how many there are follows from what was said
-in them. In most steps nothing has changed since the one before on any rank, and one exchange of three integers tells
+in them. In most steps nothing has changed since the one before on any rank, and one exchange of four integers tells
 that. Otherwise reports follow, and a fingerprint of what each rank made of them: its plan and its allocation requests.
 A rank in which something of ours has failed says so in place of a report, and nothing is sharded in that step on any of
 them; neither is it where fingerprints differ.
@@ -57,15 +57,17 @@ class Vote:
                 words, mark = member.report(*given()).said
             except Exception as error:
                 fail(Fallback.REPORT_SHARED, error)
-        # The report's fingerprint and length, and what the last plan was made from, if this rank still has that.
-        said = gather([mark, len(words), self._plan_of if member.has_agreed else 0])
-        if not all(length for _, length, _ in said):
+        # The report's fingerprint and length, what the last plan was made from, if this rank still has that, and how
+        # often everything was forgotten.
+        said = gather([mark, len(words), self._plan_of if member.has_agreed else 0, member.forgotten])
+        member.forget_as_often_as(max(forgotten for *_, forgotten in said))
+        if len({forgotten for *_, forgotten in said}) > 1 or not all(length for _, length, *_ in said):
             return NotSharded.RANK_PAUSED
-        known = fingerprint([*(mark for mark, _, _ in said), each])
-        if self._plan is not None and all(plan_of == known for _, _, plan_of in said):
+        known = fingerprint([*(mark for mark, *_ in said), each])
+        if self._plan is not None and all(plan_of == known for _, _, plan_of, _ in said):
             return self._plan
         self._plan, self._plan_of = None, 0
-        longest = max(length for _, length, _ in said)
+        longest = max(length for _, length, *_ in said)
         plan, made, of_all = None, 0, gather(words + array("q", bytes(8 * (longest - len(words)))))
         try:
             reports = [Report.from_words(of_rank) for of_rank in of_all]

@@ -66,6 +66,8 @@ def test_a_prefix_is_sharded_when_every_rank_has_it() -> None:
     assert without_ids(together(ranks)[1].segments) == [((0, 1), 0, 4 * CHUNK)]
     assert [rank.prefixes._counters.expansions for rank in ranks] == [1, 1]
     ranks[1].prefixes.forget()
+    assert together(ranks) == [None, None] and ranks[0].refused is NotSharded.RANK_PAUSED
+    assert not any(rank.prefixes.pool.used_chunks for rank in ranks), "all forget with one"
     assert together(ranks)[0].segments == ()
     ranks[1].running = [SYSTEM]
     lens = [max((each.end for each in together(ranks)[1].segments), default=0) for _ in range(4)]
@@ -75,7 +77,27 @@ def test_a_prefix_is_sharded_when_every_rank_has_it() -> None:
         rank.running = [SYSTEM]
     together(ranks)
     ranks[1].prefixes.forget()  # and what it tells stays the same
+    assert together(ranks) == [None, None]
     assert [bool(together(ranks)[0].segments) for _ in range(3)] == [False, False, True]
+
+
+def test_what_one_rank_forgets_does_not_keep_two_prompts_apart() -> None:
+    """Memory holds one of two prompts. The second one is worth more, but not so much that it takes the first one's
+    place; a rank whose memory is empty would give it to the second one, and then no rank could share any."""
+    second = tuple(range(100, 100 + len(SYSTEM)))
+    ranks = make(2, chunks=4)
+    for rank in ranks:
+        rank.running = [SYSTEM] * 5
+    while not (plan := together(ranks)[0]).segments:
+        pass
+    for rank in ranks:
+        rank.running += [second] * 6
+    for _ in range(3):
+        plan = together(ranks)[0]
+    assert [(len(each.rows), each.end) for each in plan.segments] == [(10, len(SYSTEM))]
+    ranks[1].prefixes.forget()
+    plans = [together(ranks)[0] for _ in range(6)]
+    assert plans[0] is None and [(len(each.rows), each.end) for each in plans[-1].segments] == [(12, len(second))]
 
 
 def test_a_report_is_made_where_something_has_changed() -> None:

@@ -148,7 +148,7 @@ class Rank:
         pool = ExpandedPool(8, CHUNK)
         self.counters, self.failures, self.expanded = Counters(), [], []
         names = PromptNames(bytes(32), CHUNK)
-        reports = Reports(pool, names)
+        reports = Reports(pool, names, ahead=4)
         self.slots = sharded.SlotsOfPass(reports, torch.arange(4000).view(4, 1000))
         planner = Planner(options, cost, Capacity(8, 64), CHUNK, self.counters)
         expander: Any = SimpleNamespace(expand=self._expand)

@@ -143,7 +143,7 @@ def compose(stock: Any, latent: Any, planned: Plan | None) -> Any:
     """The backend, with its parts in their places, and a decode step to come that shares what is planned."""
     from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 
-    steps = SimpleNamespace(succeed=lambda: None, has_lost_memory=False, shadow=None)
+    steps = SimpleNamespace(succeed=lambda: None, has_lost_memory=False, shadow=None, sharded=None)
     passes.now = Pass(Kind.DECODE, Rows(ROWS), planned or Plan(0))
     shared = Shared() if planned else None
     rows = range(2, ROWS + 1) if planned else range(0)
