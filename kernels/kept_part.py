@@ -71,9 +71,11 @@ class KeptPart:
             self._table.counts[rows:].zero_()
             self._selected = rows
 
-    def clear(self) -> None:
-        """Forget what a pass that did not end has written."""
+    def clear(self, rows: int) -> None:
+        """Forget what a pass that did not end has written, and what the first rows were in earlier passes: a row that
+        nobody writes is merged with a weight of 0, and 0 times NaN is NaN."""
         self.lse.fill_(-torch.inf)
+        self.out[:rows].zero_()
 
     def merge(self, out: Tensor, lse: Tensor) -> None:
         """Merge this part into another one over other keys, in place.

@@ -91,7 +91,7 @@ def plan(
     ] = None,
     tail: Annotated[int, typer.Option(min=0, help="Tokens of each request after the prefix.")] = 512,
     draft_tokens: Annotated[
-        int, typer.Option(min=1, help="As --speculative-num-draft-tokens: query tokens of a request in a step.")
+        int, typer.Option(min=1, max=8, help="As --speculative-num-draft-tokens: query tokens of a request in a step.")
     ] = 1,
     accept_length: Annotated[
         float,
@@ -186,10 +186,14 @@ def plan(
         prefill_expand_tokens=prefill_expand_tokens,
         chunk_tokens=chunked_prefill_size,
     )
+    if accept_length > draft_tokens:
+        raise typer.BadParameter(f"a step adds at most {draft_tokens} (--draft-tokens)", param_hint="--accept-length")
     if step_ms is not None and (len(asked.prompts) != 1 or len(asked.requests) != 1):
         raise typer.BadParameter("is of one step: give one --prefix and one --batch", param_hint="--step-ms")
     try:
         config = weights.read_model(model)
+        if max(asked.prompts) > (longest := int(config.get("max_position_embeddings") or max(asked.prompts))):
+            raise typer.BadParameter(f"the model's context has {longest:,} tokens", param_hint="--prefix")
         sizes = tp, dp, draft_tokens, latent, expanded
         of = Deployment(config, Gpu.named(gpu), *sizes, dtype, prefix_sharding or False)
         if prefix_sharding is None:

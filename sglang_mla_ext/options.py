@@ -53,7 +53,7 @@ class _Options:
     prefix_memory_gb: Gib | None = _option(
         None,
         "GiB for expanded shared prefixes and our own buffers, taken out of the KV cache's budget (default: a "
-        "quarter of it where that holds 8,192 tokens, otherwise nothing; 0 never expands)",
+        "quarter of it where that holds 8,192 of them, otherwise nothing; 0 never expands)",
     )
     prefix_dtype: Literal["auto", "bf16", "fp8_e4m3"] = _option(
         "auto", "storage of expanded prefixes (auto: as the KV cache)"

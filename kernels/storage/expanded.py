@@ -46,7 +46,8 @@ def scale_bounds(weight_rows: Tensor) -> Tensor:
     rank = weight_rows.shape[-1]
     norms = weight_rows.float().norm(dim=-1)  # [H, d]
     rounding = 1.02  # the latent row and the product are rounded to BF16
-    return (norms.amax(dim=-1) * rank**0.5 * rounding / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    # Not below: kernels divide the rotary query by it, which would overflow for a head whose weights are all zero.
+    return (norms.amax(dim=-1) * rank**0.5 * rounding / FP8_MAX).clamp_min(2.0**-60)
 
 
 def to_fp8(values: Tensor) -> Tensor:

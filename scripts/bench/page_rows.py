@@ -51,6 +51,8 @@ def prefix_memory(records: object) -> Iterator[Row]:
         for ranks, of in RANKS.items():
             if of > 8 and name != "kimi-k3":
                 continue
+            if model.num_heads % of:
+                ranks, of = "TP 4", 4
             heads = -(-model.num_heads // of)
             values = heads * (model.qk_nope_head_dim + model.v_head_dim)
             bf16, fp8 = (model.num_layers * (values * size + 2 * model.qk_rope_head_dim) / 2**30 for size in (2, 1))

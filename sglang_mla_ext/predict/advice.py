@@ -174,17 +174,20 @@ def _alternatives(best: Choice) -> Iterator[str]:
     way = "--hybrid-mla-prefix-sharding auto" if shards_by_default(of) else SHARD_BY_NCCL
     sharding = way, "" if of.prefill_expand_tokens else LATER
     reached = most = best.outcome.mean
-    for ways in ((fp8,), (sharding,), (fp8, sharding)):
-        flags, prices = zip(*ways, strict=True)
+    tried = [(fp8,), (sharding,), (fp8, sharding)] if of.dp > 1 else [(fp8,)]
+    for ways in [()] * (best.asked.for_prefixes is not None) + tried:
+        flags, prices = [flag for flag, _ in ways], [price for _, price in ways]
         with contextlib.suppress(ValueError):  # ranks that cannot shard
             fewer = 1 if fp8 in ways else of.expanded_element_bytes
             changed = replace(
                 of, expanded_element_bytes=fewer, prefix_sharding=of.prefix_sharding or (sharding in ways and of.dp > 1)
             )
             other = _best(changed, asked)
-            if other is not None and other.outcome.mean > CLEARLY * (reached if len(ways) == 1 else most):
+            if other is not None and other.outcome.mean > CLEARLY * (reached if len(ways) < 2 else most):
                 most = max(most, other.outcome.mean)
                 price = " and ".join(filter(None, prices))
+                by_default = best.asked.for_prefixes is not None and other.asked.for_prefixes is None
+                flags += ["the default memory for prefixes"] * by_default
                 yield f"With {_flags(other, *flags)} expect {other.outcome}{price and f', {price}'}."
     if of.tp > 1 and asked.step_ms is None:
         dp = 1 if of.dp > 1 else of.tp
@@ -270,12 +273,10 @@ def _replaced(best: Choice) -> list[Outcome]:
     """Predict outcomes of requests that are replaced as they end, with mixed steps: one for each host time of a prefill
     pass, the smallest gain first; none where nobody asked."""
     asked, divided = best.asked, best.asked.memory(best.of)
-    if asked.answer is None:
+    if asked.answer is None or divided is None:
         return []
     cases = [
-        replaced(best.of, asked, prompt, requests, chunks_for(prompt, divided))
-        for prompt in asked.prompts
-        for requests in asked.requests
+        replaced(best.of, asked, divided, prompt, requests) for prompt in asked.prompts for requests in asked.requests
     ]
     return [
         Outcome([each["ratio"] for each in of_host], geometric_mean(each["mixed"]["tokens_per_s"] for each in of_host))
@@ -311,6 +312,9 @@ def _too_little(of: Deployment, asked: Asked, what: str, fraction: float | None)
     """Explain why a server cannot run these requests at all, and what to change."""
     better = _with_fraction(of, asked, fraction) if fraction is not None else None
     if better is None:
-        remedies = "use more of them (--tp), fewer tokens, or weights of fewer bits"
+        remedies = "use more of them (--tp), or weights of fewer bits"
+        if (divided := asked.memory(of)) is not None and divided.budget:
+            less = "less memory for prefixes (--prefix-memory-gb)" if asked.for_prefixes else "fewer tokens"
+            remedies = f"use {less}, more of them (--tp), or weights of fewer bits"
         return f"CANNOT RUN: {what} in {of.tp} of these GPUs: {remedies}"
     return f"CANNOT RUN: {what}; {better[0]} the tokens per second of stock attention"

@@ -76,10 +76,10 @@ class Asked:
 
     def with_transient_expansion(self, of: Deployment) -> Deployment:
         """Return the deployment with the tokens that its prefill passes expand for themselves."""
-        if self.prefill_expand_tokens is not None:
-            return dataclasses.replace(
-                of, prefill_expand_tokens=self.prefill_expand_tokens // CHUNK_TOKENS * CHUNK_TOKENS
-            )
+        if (tokens := self.prefill_expand_tokens) is not None:
+            if 0 < tokens < CHUNK_TOKENS:
+                raise CannotPlanError(f"--prefill-expand-tokens is 0, or at least {CHUNK_TOKENS}")
+            return dataclasses.replace(of, prefill_expand_tokens=tokens // CHUNK_TOKENS * CHUNK_TOKENS)
         tokens = 0 if of.gpu.sheet is None else default_transient_tokens_of(of, *self._divided_by(of))
         return dataclasses.replace(of, prefill_expand_tokens=tokens)
 
@@ -201,7 +201,7 @@ def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, req
             "expanded_tokens": min(divided.chunks * CHUNK_TOKENS, prompt),
         }
         if asked.answer is not None:
-            found["arrivals"] = replaced(of, asked, prompt, requests, chunks)
+            found["arrivals"] = replaced(of, asked, divided, prompt, requests)
         if (together := min(found["running"].values())) and divided.budget and not of.has_states:
             found["burst_s"] = _bursts(of, asked, prompt, together, chunks)
     return found
@@ -293,15 +293,21 @@ def _check_arrivals(of: Deployment, asked: Asked) -> None:
         raise CannotPlanError(f"arrivals take whole steps, and {of.gpu.key} has no constants of one")
 
 
-def replaced(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> list[dict[str, Any]]:
-    """A case whose requests end and are replaced, by each way of `compared`. One entry for each host time of a prefill
-    pass, what gains least first."""
+def replaced(of: Deployment, asked: Asked, divided: Memory, prompt: int, requests: int) -> list[dict[str, Any]]:
+    """A case whose requests end and are replaced, by each way of `compared`, with no more of them at a time than the
+    cache holds. One entry for each host time of a prefill pass, what gains least first."""
     assert asked.answer is not None
+    chunks = chunks_for(prompt, divided)
+    private = asked.question + asked.answer // 2  # tokens of a request in the middle of its answer
+    stock, fewer = (
+        max(min(most, divided.most_requests(prompt, private, shared=shared) * of.dp), 1)
+        for shared, most in ((False, requests), (True, asked.may_run(requests)))
+    )
     found = []
     for host_s in asked.hosts(of):
-        traffic = Traffic(requests, prompt, asked.question, asked.answer, host_s, asked.accepted)
+        traffic = Traffic(stock, prompt, asked.question, asked.answer, host_s, asked.accepted)
         mixed_tokens, ways = compared(of, traffic, chunks)
-        if (fewer := asked.may_run(requests)) < requests:
+        if fewer < stock:
             ways |= {**compared(of, dataclasses.replace(traffic, requests=fewer), chunks)[1], "absorb": ways["absorb"]}
         entry: dict[str, Any] = {
             "prefill_pass_ms": host_s * 1e3,

@@ -99,7 +99,9 @@ class Deployment:
                 f"{self.dims.num_heads} heads: --prefix-sharding needs --dp as large as --tp"
             )
         if self.has_states and (self.query_tokens > 1 or self.latent_element_bytes < 2):
-            raise ValueError("beside layers with linear attention a server takes neither drafts nor an FP8 cache")
+            raise ValueError(
+                "beside layers with linear attention drafts are refused, and an FP8 cache is not predicted"
+            )
 
     @cached_property
     def dims(self) -> ModelDims:

@@ -60,6 +60,11 @@ def requests(of: Deployment, case: dict[str, Any]) -> str:
     return f"{case['requests']:,}" + (f" ({case['requests_per_rank']:,})" if of.dp > 1 else "")
 
 
+def in_words(of: Deployment, case: dict[str, Any]) -> str:
+    """Format the same as part of a sentence."""
+    return f"{case['requests']:,} requests" + (f", {case['requests_per_rank']:,} a rank" if of.dp > 1 else "")
+
+
 def planned(case: dict[str, Any]) -> str:
     """A case's plan in words: its modes, with their tokens where there are several."""
     parts = [(each["mode"], each["end"] - each["start"]) for each in case["segments"]]
@@ -198,8 +203,8 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
         running = case.get("running")
         if running is not None and min(running.values()) < case["requests"]:
             lines.append(
-                f"{case['prompt']:,} tokens, {requests(of, case)} requests: the cache holds {running['absorb']:,} at a "
-                f"time by stock attention, {running['chosen']:,} shared; steps are of so many"
+                f"{case['prompt']:,} tokens, {in_words(of, case)}: the cache holds {running['absorb']:,} at a time by "
+                f"stock attention, {running['chosen']:,} shared; no more run at once"
             )
     if found["arrivals"] is not None:
         lines += _of_arrivals(of, found)
@@ -254,7 +259,7 @@ def _of_arrivals(of: Deployment, found: dict[str, Any]) -> list[str]:
     for case in found["cases"]:
         arrivals = case["arrivals"][0]
         new, mixed_tokens = arrivals["new_tokens_a_step"], arrivals["mixed_tokens"]
-        said = f"{case['prompt']:,} tokens, {requests(of, case)} requests: {new:.0f} new tokens a step{rank}, "
+        said = f"{case['prompt']:,} tokens, {in_words(of, case)}: {new:.0f} new tokens a step{rank}, "
         others = "; the others take prefill passes" if new > mixed_tokens else ""
         lines.append(f"{said}up to {mixed_tokens} of them in the decode graph{others}")
     return lines

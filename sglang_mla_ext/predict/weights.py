@@ -99,7 +99,23 @@ def read_model(name_or_path: str) -> Mapping[str, Any]:
         config = _shipped(name_or_path)
     if not isinstance(config, Mapping):
         raise UnknownModelError(f"{path} is not a model's configuration")
-    return language_part(config)
+    config = language_part(config)
+    _refuse_what_a_server_does(config)
+    return config
+
+
+def _refuse_what_a_server_does(config: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UnknownModelError: a launch with this model is refused, whoever gave it its name.
+    """
+    if config.get("index_topk"):
+        raise UnknownModelError("models with sparse attention (index_topk) are not supported")
+    sizes = config.get("kv_lora_rank", 512), config.get("qk_rope_head_dim", 64)
+    if sizes != (512, 64):
+        raise UnknownModelError(
+            f"latent rows of {sizes[0]} + {sizes[1]} elements are not supported: kernels read 512 + 64"
+        )
 
 
 def model_names() -> list[str]:

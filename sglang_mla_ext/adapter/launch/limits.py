@@ -99,14 +99,27 @@ def check(server: Server) -> None:
 
 
 def check_dp_routing(server_args: ServerArgs) -> None:
-    """Stop a launch whose requests do not all pass through the process that chooses their rank.
+    """Stop a launch whose requests do not all pass through the process that chooses their rank, or whose ranks follow
+    from something else.
 
     Raises:
-        Refusal: they do not.
+        Refusal: it is such a launch.
     """
-    workers = server_args.tokenizer_worker_num
-    text = "--hybrid-mla-dp-routing prefix needs --tokenizer-worker-num 1: remove one."
-    _refuse([Finding("--hybrid-mla-dp-routing", text)] if workers > 1 else [])
+    args, code = resolved(server_args), "--hybrid-mla-dp-routing"
+    found = []
+    if args.tokenizer_worker_num > 1:
+        found.append(Finding(code, f"{code} prefix needs --tokenizer-worker-num 1: remove one."))
+    if names_ranks_by_rooms(args):
+        # CommonKVSender, sglang/srt/disaggregation/common/conn.py, ends requests that come to another rank.
+        text = f"{code} prefix on a prefill server needs --load-balance-method round_robin: add it, or remove the flag."
+        found.append(Finding(code, text))
+    _refuse(found)
+
+
+def names_ranks_by_rooms(args: ServerArgs | ResolvedArgs) -> bool:
+    """Return whether the rank of a request follows from its bootstrap room, as by default on a prefill server."""
+    method = args.load_balance_method
+    return args.disaggregation_mode == "prefill" and method in ("auto", "follow_bootstrap_room")
 
 
 def check_dtypes(server_args: ServerArgs, dtype: torch.dtype, *, fp8_cache: bool) -> None:
@@ -148,6 +161,10 @@ def _findings(server: Server) -> Iterator[Finding]:
         text = f"{args.cuda_graph_config.decode.backend} CUDA graphs of decode are not supported: use full ones"
         yield Finding("decode graphs", f"{text} (--cuda-graph-backend-decode, --cuda-graph-config).")
     yield from models.unknown_parts(server)
+    divided = args.tp_size // server.ranks.dp
+    if (heads := server.model_heads) is not None and heads % divided:
+        text = f"the model's {heads} heads do not divide among {divided} GPUs: choose another --tp-size or --dp-size."
+        yield Finding("--tp-size", text)
     yield from models.beside_linear_layers(args)
     if args.dtype in ("half", "float16"):
         yield FLOAT16
@@ -181,6 +198,7 @@ def _findings(server: Server) -> Iterator[Finding]:
     flags = {
         # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
         "--enable-lora": args.enable_lora,
+        "--lora-paths": args.enable_lora is None and bool(args.lora_paths),  # turns it on, later
         "--enable-two-batch-overlap": args.enable_two_batch_overlap,
         "--enable-pdmux": args.enable_pdmux,
         "--dcp-size above 1": args.dcp_size > 1,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sglang_mla_ext.adapter.launch import sharded_prefixes
+from sglang_mla_ext.adapter.launch import limits, sharded_prefixes
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.predict.memory import state_share, weight_bytes
@@ -94,7 +94,7 @@ def predicted(server: Server) -> PrefixMemoryReport | None:
     kv_bytes = int(left * (1 - state_share(of)))
     if kv_bytes <= 0:
         return None
-    routes = options.dp_routing == "prefix"
+    routes = options.dp_routing == "prefix" or limits.names_ranks_by_rooms(server.args)
     if options.prefix_memory_gb is not None:
         budget = int(options.prefix_memory_gb * (1 << 30))
     else:

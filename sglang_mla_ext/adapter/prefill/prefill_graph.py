@@ -67,8 +67,9 @@ class PrefillGraph:
         """
         new_tokens = list(batch.extend_seq_lens_cpu or ())
         self._plan = plan
-        self._kept.clear()
-        self._kept.select(sum(new_tokens) if plan is not None else 0)
+        rows = sum(new_tokens) if plan is not None else 0
+        self._kept.clear(rows)
+        self._kept.select(rows)
         if sum(new_tokens):
             self._tails.plan(batch, plan.covered if plan is not None else (0,) * len(new_tokens))
 

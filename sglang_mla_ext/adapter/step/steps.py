@@ -84,9 +84,11 @@ class PrefillSharing:
         plan = prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0, shared=shared)
         if self.transient is not None and (affordable or self.always or costs is not None):
             pays = costs.pays_alone if costs is not None else None
-            # The one row of a request that decodes never gains as much as it takes to expand keys for this pass alone.
-            new = len(reqs) - step.decoding
-            lens = [*prefix_lens[:new], *plan.prefix_lens[new:]]
+            # The one row of a request that decodes never gains as much as it takes to expand keys for this pass alone,
+            # unless the rows of all of them would be fetched from an FP8 cache, each with what they share.
+            new, lens = len(reqs) - step.decoding, prefix_lens
+            if costs is None or not costs.fetches_many(prefix_lens, plan.prefix_lens, new_tokens):
+                lens = [*prefix_lens[:new], *plan.prefix_lens[new:]]
             transient = self.transient.plan(
                 reqs, lens, plan.prefix_lens, step.rows, always=self.always, pays=pays, shared=shared
             )

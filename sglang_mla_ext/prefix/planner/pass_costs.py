@@ -21,8 +21,8 @@ STOCK_MAKING = 3.0
 """SGLang's gather, product and copies take so many times as long as the fused expansion."""
 
 MOST_FETCHED = 1 << 17
-"""Rows of an FP8 cache that a pass in a graph fetches in each layer, at most: 151 MB in BF16. SGLang makes keys and
-values of as many tokens at a time."""
+"""Rows of an FP8 cache that a pass in a graph should fetch in each layer, at most: 151 MB in BF16. SGLang makes keys
+and values of as many tokens at a time. A pass that cannot leave its graph fetches more, some at a time."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,16 @@ class PassCosts:
             total += self.cost.making_seconds(new) + STOCK_MAKING * self.cost.making_seconds(prefix - end)
         return total
 
+    def fetches_many(self, prefix_lens: Sequence[int], ends: Sequence[int], new_tokens: Sequence[int]) -> bool:
+        """Return whether a pass in a graph would fetch more rows of an FP8 cache than it should; arguments are those of
+        `eager`."""
+        return self.fetches and sum(prefix_lens) - sum(ends) + sum(new_tokens) > MOST_FETCHED
+
     def in_graph(
         self, prefix_lens: Sequence[int], ends: Sequence[int], new_tokens: Sequence[int], made: int = 0
     ) -> float:
         """A layer of a pass in a prefill graph; arguments are those of `eager`."""
-        if self.fetches and sum(prefix_lens) - sum(ends) + sum(new_tokens) > MOST_FETCHED:
+        if self.fetches_many(prefix_lens, ends, new_tokens):
             return math.inf
         total = self.graph_layer_s + self.cost.making_seconds(made)
         for prefix, end, new in zip(prefix_lens, ends, new_tokens, strict=True):

@@ -13,6 +13,7 @@ from sglang_mla_ext.prefix.sharded.names import Name, Names, end_of
 from sglang_mla_ext.prefix.sharded.report import Report
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
 
+
 class Reports:
     """See sharing.Source: nodes are names, of one chunk each.
 

@@ -121,7 +121,7 @@ def test_layers_with_linear_attention():
 
 def test_what_is_not_planned_beside_linear_layers():
     for option in (("--draft-tokens", "4"), ("--kv-cache-dtype", "fp8_e4m3")):
-        assert "neither drafts nor an FP8 cache" in refused("--model", "kimi-k3", *option)
+        assert "drafts are refused, and an FP8 cache is not predicted" in refused("--model", "kimi-k3", *option)
     assert "what linear attention takes in one is not known" in refused("--model", "kimi-k3", "--arrivals", "200")
     with pytest.raises(weights.UnknownModelError, match="of a kind that nothing is known of"):
         products({**V3, "linear_attn_config": {"num_heads": 8}})
@@ -566,3 +566,39 @@ def test_prefixes_that_ranks_hold_together() -> None:
     for bad in ({"dp": 4}, {"tp": 1, "dp": 1}):
         with pytest.raises(ValueError, match="--prefix-sharding needs --dp as large as --tp"):
             Deployment(**{"config": V3, "gpu": H200, "tp": 8, "dp": 8, "prefix_sharding": True, **bad})
+
+
+def test_what_a_launch_refuses_is_not_planned(tmp_path):
+    file = tmp_path / "config.json"
+    for change, why in (({"index_topk": 2048}, "sparse attention"), ({"kv_lora_rank": 256}, "256 + 64 elements")):
+        file.write_text(json.dumps(V3 | change))
+        assert why in refused("--model", str(tmp_path))
+    assert "context has 163,840 tokens" in refused("--prefix", "500000")
+    assert "adds at most 4" in refused("--draft-tokens", "4", "--accept-length", "6")
+    assert "less than or equal to 8" in refused("--draft-tokens", "9")
+    assert "is 0, or at least 256" in refused("--prefill-expand-tokens", "100")
+
+
+def test_arrivals_run_no_more_requests_than_the_cache_holds():
+    def served(*more: str) -> dict:
+        options = ("--tp", "8", "--arrivals", "4000", "--prefill-pass-ms", "0", *more)
+        return planned(*options)["cases"][0]["arrivals"][0]
+
+    most = 687_369 // (128 + 2000)  # tokens of the cache, without the prompt
+    assert (
+        served("--batch", "512")["absorb"]["tokens_per_s"] == served("--batch", str(most - 3))["absorb"]["tokens_per_s"]
+    )
+    assert served("--batch", "512")["ratio"] < served("--batch", "128")["ratio"] * 1.5
+
+
+def test_advice_where_the_memory_named_is_too_little():
+    """Other memory is named in it, and no flag for ranks of DP attention where there are none."""
+
+    def said(*options: str) -> str:
+        return " ".join(CliRunner().invoke(app, ["plan", *options]).output.split())
+
+    tight = said("--tp", "8", "--prefix", "26000", "--prefix-memory-gb", "4")
+    assert "With --hybrid-mla-prefix-memory-gb 13 expect" in tight and "sharding" not in tight
+    assert "and the default memory for prefixes expect" in tight
+    assert "use less memory for prefixes" in said("--tp", "8", "--prefix-memory-gb", "200")
+    assert "use more of them (--tp), or weights of fewer bits" in said("--tp", "4")

@@ -107,6 +107,9 @@ def server_args(
         "enable_dp_attention": False,
         "attn_dp_size": 1,
         "enable_lora": False,
+        "lora_paths": None,
+        "load_balance_method": "auto",
+        "tokenizer_worker_num": 1,
         "speculative_algorithm": None,
         "speculative_eagle_topk": None,
         "speculative_num_draft_tokens": None,
@@ -353,6 +356,8 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
             "--hicache-storage-backend does not go with --kv-cache-dtype fp8_e4m3: remove one of them.",
         ),
         ({"enable_lora": True}, "--enable-lora is not supported yet: remove it."),
+        ({"enable_lora": None, "lora_paths": ["a=b"]}, "--lora-paths is not supported yet: remove it."),
+        ({"tp_size": 3}, "the model's 128 heads do not divide among 3 GPUs: choose another --tp-size or --dp-size."),
         ({"backends": ("hybrid_mla", "flashmla")}, "decode runs flashmla: set --decode-attention-backend hybrid_mla"),
         ({"mla": False}, "Multi-head Latent Attention: choose another --attention-backend"),
         ({"index_topk": 2048}, "Sparse Attention: use --attention-backend dsa"),
@@ -599,3 +604,25 @@ def test_what_another_prefill_backend_does_without(
     for name, value in options.items():
         monkeypatch.setenv(name, value)
     assert len(limits.warnings(server(server_args((prefill, "hybrid_mla"))))) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, ""),
+        ({"tokenizer_worker_num": 2}, "needs --tokenizer-worker-num 1"),
+        ({"disaggregation_mode": "prefill"}, "needs --load-balance-method round_robin"),
+        ({"disaggregation_mode": "prefill", "load_balance_method": "follow_bootstrap_room"}, "round_robin"),
+        ({"disaggregation_mode": "prefill", "load_balance_method": "round_robin"}, ""),
+        ({"disaggregation_mode": "decode"}, ""),
+    ],
+    ids=str,
+)
+def test_routing_by_prefix(changes: dict[str, Any], refused: str) -> None:
+    """On a prefill server SGLang ends requests that come to another rank than their bootstrap room's."""
+    args = server_args(**changes)
+    if not refused:
+        limits.check_dp_routing(args)
+        return
+    with pytest.raises(OptionError, match=refused):
+        limits.check_dp_routing(args)

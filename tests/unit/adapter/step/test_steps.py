@@ -236,10 +236,12 @@ def test_a_mixed_pass_is_a_decode_step_of_its_rows() -> None:
         assert found == (0, 0, 0, 0), "it may still come to nothing"
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("new", [3, 0])
-def test_a_prefill_with_running_requests_expands_for_new_ones_alone(new: int) -> None:
+def test_a_prefill_with_running_requests_expands_for_new_ones_alone(new: int, many: bool) -> None:
     """Such passes are refused mixed batches, and decode steps that SGLang runs as a prefill. A running request is in
-    the batch and among the running ones, and shares nothing with itself."""
+    the batch and among the running ones, and shares nothing with itself. Where many rows of an FP8 cache would be
+    fetched for the running ones, what they share is expanded, too."""
     asked: list[Any] = []
     transient = SimpleNamespace(plan=lambda reqs, lens, *args, **kwargs: asked.append(lens))
     prefill = PrefillSharing(
@@ -247,7 +249,9 @@ def test_a_prefill_with_running_requests_expands_for_new_ones_alone(new: int) ->
         affordable=lambda prefix_lens: asked.append(list(prefix_lens)) or sum(prefix_lens),
         can_finish=lambda *args: True,
         transient=transient,
-        costs=SimpleNamespace(pays_alone=None, eager=lambda *args: 0, in_graph=lambda *args: 1),
+        costs=SimpleNamespace(
+            pays_alone=None, eager=lambda *args: 0, in_graph=lambda *args: 1, fetches_many=lambda *args: many
+        ),
     )
     steps, (first, *others) = make(prefill), requests(3)
     of_pass = [first, *others][: new and 3] or others
@@ -257,7 +261,8 @@ def test_a_prefill_with_running_requests_expands_for_new_ones_alone(new: int) ->
     lens, elsewhere = [512, 100, 200][-len(of_pass) :], requests(1)
     steps.plan_pass(chosen, of_pass, [*others, *elsewhere], lens, [1] * len(of_pass))
     cached = lens[: len(of_pass) - 2]
-    assert asked == [cached, [*cached, 0, 64]], "a running one's, as far as it is expanded"
+    covered = lens[-2:] if many else [0, 64]
+    assert asked == [cached, [*cached, *covered]], "a running one's, as far as it is expanded"
     assert steps._prefixes.named("before_prefill") == [("before_prefill", of_pass, elsewhere, sum(cached))]
     assert chosen.prefill is plan and chosen.absorbs and not chosen.leaves_graph
 
