@@ -196,7 +196,26 @@ def _models_of(line: LaunchLine) -> list[str]:
     """Paths of models that a line names, but for a draft model where drafts are refused whatever it is."""
     refused = feature_findings.way_of_drafting(launch_line.value_of(line.arguments, "--speculative-algorithm"))
     flags = MODEL_FLAGS if refused else MODEL_FLAGS + DRAFT_FLAGS
-    return [path for flag in flags if (path := launch_line.value_of(line.arguments, flag))]
+    named = [path for flag in flags if (path := launch_line.value_of(line.arguments, flag))]
+    return named + [path for flag, path in _in_config(line).items() if flag in flags]
+
+
+def _in_config(line: LaunchLine) -> dict[str, str]:
+    """Return the models that the file of `--config` names, and the line does not, by their flags."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        said = yaml.safe_load(Path(launch_line.value_of(line.arguments, "--config") or "").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):  # SGLang says what is wrong with it
+        return {}
+    values = {f"--{key}".replace("_", "-"): value for key, value in said.items()} if isinstance(said, dict) else {}
+    return {
+        flag: values[flag]
+        for flags in (MODEL_FLAGS, DRAFT_FLAGS)
+        if launch_line.value_of(line.arguments, *flags) is None
+        for flag in flags
+        if isinstance(values.get(flag), str)
+    }
 
 
 def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[dict[str, Any] | None, list[Finding]]:
@@ -209,6 +228,8 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[dict[str, Any] 
 
     pairs = (word.split("=", 1) if re.match(r"--[\w-]+=", word) else [word] for word in line.arguments)
     words = [folders.get(word, word) for pair in pairs for word in pair]
+    for flag, path in _in_config(line).items():
+        words += [flag, folders[path]] if path in folders else []
     with patch.dict(os.environ, line.environment), _silence() as said:
         try:
             args = prepare_server_args(words)

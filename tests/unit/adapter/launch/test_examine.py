@@ -5,12 +5,14 @@ test_recipes.py has many more, and what it expects is what the newest SGLang say
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from examined import EXPECTED, examined_once
 
 from sglang_mla_ext.adapter.compat import contract
+from sglang_mla_ext.adapter.launch import examine, launch_line
 
 
 @pytest.mark.parametrize("more", EXPECTED, ids=lambda more: more.strip() or "as it is")
@@ -82,3 +84,22 @@ def test_that_decode_gains_nothing_with_dp_attention(found: dict[str, Any]) -> N
 
 def test_fp8_weights_of_mistral_large_3(found: dict[str, Any]) -> None:
     assert (found["Mistral Large 3"]["outcome"], found["Mistral Large 3"]["findings"]) == ("works", [])
+
+
+def test_models_that_a_configuration_file_names(tmp_path: Path) -> None:
+    """What the line names comes first, as in SGLang."""
+    file = tmp_path / "server.yaml"
+
+    def named(text: str, *more: str) -> tuple[list[str], dict[str, str]]:
+        file.write_text(text)
+        line = launch_line.read(["python", "-m", "sglang.launch_server", "--config", str(file), *more])
+        return examine._models_of(line), examine._in_config(line)
+
+    both = "model-path: a/b\nspeculative_draft_model_path: c/d\nspeculative-algorithm: EAGLE\ntp: 8\n"
+    assert named(both) == (["a/b", "c/d"], {"--model-path": "a/b", "--speculative-draft-model-path": "c/d"})
+    assert named(both, "--model", "e/f") == (["e/f", "c/d"], {"--speculative-draft-model-path": "c/d"})
+    for nothing in ("", "- a list", "model-path: [", "model-path: 1"):
+        assert named(nothing) == ([], {})
+    file.unlink()
+    line = launch_line.read(["python", "-m", "sglang.launch_server", "--config", str(file)])
+    assert examine._models_of(line) == []
