@@ -13,6 +13,7 @@ import torch
 
 from sglang_mla_ext.kernels import merge as merge_kernel
 from sglang_mla_ext.kernels.constants import LOG2E
+from sglang_mla_ext.kernels.kept_part import KeptPart, TorchKeptPart
 from sglang_mla_ext.kernels.merge import merge
 from sglang_mla_ext.kernels.partials import FIRSTS, PartialTable
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -253,3 +254,21 @@ def test_wrong_arguments_are_refused_with_a_reason() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             merge(**(good | change))
+
+
+@pytest.mark.parametrize("kind", [KeptPart, TorchKeptPart])
+def test_what_an_earlier_pass_left_does_not_reach_rows_without_the_part(kind: type[KeptPart]) -> None:
+    """Neither NaN nor infinities: a row without keys in the part is merged with a weight of 0."""
+    kept = kind(8, 2, 16, dtype=torch.float32, device="cpu")
+    kept.out[:] = float("nan")
+    kept.out[2] = float("inf")
+    kept.clear(4)
+    kept.select(4)
+    assert kept.out[4:].isnan().all(), "not of this pass"
+    out, lse = torch.randn(4, 2, 16), torch.randn(4, 2)
+    kept.out[0], kept.lse[0] = 1.0, lse[0]
+    expected = out.clone()
+    expected[0] = (out[0] + 1.0) / 2
+    kept.merge(out, lse)
+    torch.testing.assert_close(out, expected)
+    assert (kept.lse == -torch.inf).all()
