@@ -110,6 +110,8 @@ def server_args(
         "lora_paths": None,
         "load_balance_method": "auto",
         "tokenizer_worker_num": 1,
+        "chunked_prefill_size": 8192,
+        "prefill_decode_interval": None,
         "speculative_algorithm": None,
         "speculative_eagle_topk": None,
         "speculative_num_draft_tokens": None,

@@ -57,6 +57,8 @@ def test_new_tokens_are_not_mixed_beside_ngram_embeddings(monkeypatch: pytest.Mo
         ({"moe_a2a_backend": None}, 64, 64, 64),
         ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, 64, 0, 64),
         ({"disable_cuda_graph_padding": True}, 64, 0, 64),
+        ({"chunked_prefill_size": -1}, 64, 0, 0),
+        ({"prefill_decode_interval": 16}, 64, 0, 0),
     ],
     ids=str,
 )
