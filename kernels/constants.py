@@ -21,9 +21,6 @@ FP8_MAX = 448.0
 LOG2_FP8_MAX = math.log2(FP8_MAX)
 """Softmax weights are scaled up to `FP8_MAX` before they are rounded to FP8: this is added to their exponent."""
 
-LATENT_DIMS = (512, 64)
-"""Content and rotary part of a latent row, as the kernels for Hopper take them."""
-
 
 def is_block_dim(dim: int) -> bool:
     """Return whether a block of Triton's products can have this length: a power of two, at least 16."""

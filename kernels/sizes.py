@@ -6,6 +6,9 @@ from __future__ import annotations
 PAGE_TOKENS = 64
 """Tokens of a page of the latent pool: consecutive slots."""
 
+LATENT_DIMS = (512, 64)
+"""Content and rotary part of a latent row, as the kernels for Hopper take them."""
+
 CHUNK_TOKENS = 256
 """Tokens of a chunk of an expanded prefix: a multiple of every key tile, so that no tile crosses a chunk."""
 

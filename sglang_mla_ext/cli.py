@@ -91,6 +91,7 @@ def plan(
     ] = None,
     tail: Annotated[int, typer.Option(min=0, help="Tokens of each request after the prefix.")] = 512,
     draft_tokens: Annotated[
+        # At most as many as a launch allows, DRAFT_TOKENS in adapter/launch/feature_findings.py.
         int, typer.Option(min=1, max=8, help="As --speculative-num-draft-tokens: query tokens of a request in a step.")
     ] = 1,
     accept_length: Annotated[

@@ -18,11 +18,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ..constants import FP8, LATENT_DIMS, is_block_dim
+from ..constants import FP8, is_block_dim
 from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..partials import PartialTable
-from ..sizes import PAGE_TOKENS
+from ..sizes import LATENT_DIMS, PAGE_TOKENS
 from ..storage.latent_rows import LatentRowLayout
 from .quantize_query import quantize_query
 from .schedule import AbsorbCapacity, empty_tail_table, empty_work

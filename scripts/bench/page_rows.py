@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
-from bench.rank_rows import middle
+from bench.rank_rows import MODEL_NAMES, middle
 from bench.recipes import OUTCOMES, Row, recipes, rows
 from bench.records import Record, latest
 from sglang_mla_ext.adapter.launch.tested_configurations import MOST_RANKS, SERVER
@@ -16,11 +16,8 @@ from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 OURS = "hybrid_mla"
 RANKS = {"TP 8": 8, "TP 16": 16, "DP attention": 1}
 MEMORY_OF = {
-    "deepseek-v3": "DeepSeek-V3",
-    "kimi-k2": "Kimi-K2",
-    "kimi-k3": "Kimi-K3",
-    "longcat-flash": "LongCat-Flash",
-    "glm-4.7-flash": "GLM-4.7-Flash",
+    **{name: MODEL_NAMES[name] for name in ("deepseek-v3", "kimi-k2", "kimi-k3")},
+    **{"longcat-flash": "LongCat-Flash", "glm-4.7-flash": "GLM-4.7-Flash"},
 }
 
 USUAL_INTERVAL = 1000
@@ -53,7 +50,7 @@ def prefix_memory(records: object) -> Iterator[Row]:
                 continue
             if model.num_heads % of:
                 ranks, of = "TP 4", 4
-            heads = -(-model.num_heads // of)
+            heads = model.num_heads // of
             values = heads * (model.qk_nope_head_dim + model.v_head_dim)
             bf16, fp8 = (model.num_layers * (values * size + 2 * model.qk_rope_head_dim) / 2**30 for size in (2, 1))
             sizes = {f"{dtype}_{n}": n * each for dtype, each in (("bf16", bf16), ("fp8", fp8)) for n in (7069, 26472)}

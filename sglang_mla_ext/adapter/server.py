@@ -165,13 +165,6 @@ class Server:
         return installed.model_config(self.args)
 
     @cached_property
-    def model_heads(self) -> int | None:
-        """Query heads of the whole model; None where its configuration does not say."""
-        config = getattr(self.model_config, "text_config", None) or self.model_config
-        heads: int | None = getattr(config, "num_attention_heads", None)
-        return heads
-
-    @cached_property
     def head_sizes(self) -> HeadSizes | None:
         """Sizes of a head, and heads on a GPU; None where the configuration lacks one."""
         config = getattr(self.model_config, "text_config", None) or self.model_config

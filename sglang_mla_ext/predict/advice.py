@@ -174,20 +174,21 @@ def _alternatives(best: Choice) -> Iterator[str]:
     way = "--hybrid-mla-prefix-sharding auto" if shards_by_default(of) else SHARD_BY_NCCL
     sharding = way, "" if of.prefill_expand_tokens else LATER
     reached = most = best.outcome.mean
-    tried = [(fp8,), (sharding,), (fp8, sharding)] if of.dp > 1 else [(fp8,)]
-    for ways in [()] * (best.asked.for_prefixes is not None) + tried:
+    named = best.asked.for_prefixes is not None
+    tried: list[tuple[tuple[str, str], ...]] = [(), (fp8,)] if named else [(fp8,)]
+    if of.dp > 1:
+        tried += [(sharding,), (fp8, sharding)]
+    for ways in tried:
         flags, prices = [flag for flag, _ in ways], [price for _, price in ways]
         with contextlib.suppress(ValueError):  # ranks that cannot shard
             fewer = 1 if fp8 in ways else of.expanded_element_bytes
-            changed = replace(
-                of, expanded_element_bytes=fewer, prefix_sharding=of.prefix_sharding or (sharding in ways and of.dp > 1)
-            )
+            changed = replace(of, expanded_element_bytes=fewer, prefix_sharding=of.prefix_sharding or sharding in ways)
             other = _best(changed, asked)
             if other is not None and other.outcome.mean > CLEARLY * (reached if len(ways) < 2 else most):
                 most = max(most, other.outcome.mean)
                 price = " and ".join(filter(None, prices))
-                by_default = best.asked.for_prefixes is not None and other.asked.for_prefixes is None
-                flags += ["the default memory for prefixes"] * by_default
+                if named and other.asked.for_prefixes is None:
+                    flags.append("the default memory for prefixes")
                 yield f"With {_flags(other, *flags)} expect {other.outcome}{price and f', {price}'}."
     if of.tp > 1 and asked.step_ms is None:
         dp = 1 if of.dp > 1 else of.tp

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_mla_ext.configs import config_names, did_you_mean, read_config
+from sglang_mla_ext.kernels.sizes import LATENT_DIMS  # plain Python
 from sglang_mla_ext.predict import linear as linear_layers
 from sglang_mla_ext.prefix.planner.model_dims import UnknownModelError, attention_layers, language_part, number
 
@@ -100,21 +101,19 @@ def read_model(name_or_path: str) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         raise UnknownModelError(f"{path} is not a model's configuration")
     config = language_part(config)
-    _refuse_what_a_server_does(config)
+    _check_supported(config)
     return config
 
 
-def _refuse_what_a_server_does(config: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        UnknownModelError: a launch with this model is refused, whoever gave it its name.
-    """
+def _check_supported(config: Mapping[str, Any]) -> None:
+    """Refuse models that a launch refuses, too, by what their configuration says. Raises UnknownModelError."""
     if config.get("index_topk"):
         raise UnknownModelError("models with sparse attention (index_topk) are not supported")
-    sizes = config.get("kv_lora_rank", 512), config.get("qk_rope_head_dim", 64)
-    if sizes != (512, 64):
+    rank, rope = LATENT_DIMS
+    sizes = config.get("kv_lora_rank", rank), config.get("qk_rope_head_dim", rope)
+    if sizes != LATENT_DIMS:
         raise UnknownModelError(
-            f"latent rows of {sizes[0]} + {sizes[1]} elements are not supported: kernels read 512 + 64"
+            f"latent rows of {sizes[0]} + {sizes[1]} elements are not supported: kernels read {rank} + {rope}"
         )
 
 

@@ -258,7 +258,7 @@ def test_wrong_arguments_are_refused_with_a_reason() -> None:
 
 @pytest.mark.parametrize("kind", [KeptPart, TorchKeptPart])
 def test_what_an_earlier_pass_left_does_not_reach_rows_without_the_part(kind: type[KeptPart]) -> None:
-    """Neither NaN nor infinities: a row without keys in the part is merged with a weight of 0."""
+    """A row without keys in the part is merged with a weight of 0, and 0 times NaN or infinity is NaN."""
     kept = kind(8, 2, 16, dtype=torch.float32, device="cpu")
     kept.out[:] = float("nan")
     kept.out[2] = float("inf")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
+from bench.rank_rows import MODEL_NAMES
 from bench.records import Record, newest_by
 
 from lab.papers import experiments as kinds
@@ -105,7 +106,7 @@ def typhoon_figure_3(of: Measured) -> Iterator[Claim]:
     yield "faster than FlashMLA and FlashInfer, at most", where, f"{values.TYPHOON_SPEED_UP}x", each(gains.max(), times)
     yield "faster than both everywhere", where, "all cells", each(gains, wins)
     yield "most with prompt A", where, "A / B / C", most("prompt")
-    models = "DeepSeek-V3 / Kimi-K2"  # as in kinds.MODELS
+    models = " / ".join(MODEL_NAMES[model] for model in kinds.MODELS)
     yield "more with Kimi-K2", where, models, most("model")
     layers, requests = values.TYPHOON_TABLE_3_LAYERS, values.TYPHOON_TABLE_3_REQUESTS
     table_3 = of.cases.query("model == 'deepseek-v3' and questions == 'mmlu' and batch == @requests")

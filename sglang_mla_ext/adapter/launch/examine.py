@@ -204,8 +204,10 @@ def _in_config(line: LaunchLine) -> dict[str, str]:
     """Return the models that the file of `--config` names, and the line does not, by their flags."""
     import yaml  # type: ignore[import-untyped]
 
+    if (file := launch_line.value_of(line.arguments, "--config")) is None:
+        return {}
     try:
-        said = yaml.safe_load(Path(launch_line.value_of(line.arguments, "--config") or "").read_text(encoding="utf-8"))
+        said = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):  # SGLang says what is wrong with it
         return {}
     values = {f"--{key}".replace("_", "-"): value for key, value in said.items()} if isinstance(said, dict) else {}

@@ -161,9 +161,9 @@ def _findings(server: Server) -> Iterator[Finding]:
         text = f"{args.cuda_graph_config.decode.backend} CUDA graphs of decode are not supported: use full ones"
         yield Finding("decode graphs", f"{text} (--cuda-graph-backend-decode, --cuda-graph-config).")
     yield from models.unknown_parts(server)
-    divided = args.tp_size // server.ranks.dp
-    if (heads := server.model_heads) is not None and heads % divided:
-        text = f"the model's {heads} heads do not divide among {divided} GPUs: choose another --tp-size or --dp-size."
+    heads, gpus = server.ranks.heads, args.tp_size // server.ranks.dp
+    if heads % gpus:
+        text = f"the model's {heads} heads do not divide among {gpus} GPUs: choose another --tp-size or --dp-size."
         yield Finding("--tp-size", text)
     yield from models.beside_linear_layers(args)
     if args.dtype in ("half", "float16"):

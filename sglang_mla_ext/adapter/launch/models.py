@@ -11,7 +11,8 @@ from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
-from sglang_mla_ext.kernels.constants import LATENT_DIMS, supports_heads
+from sglang_mla_ext.kernels.constants import supports_heads
+from sglang_mla_ext.kernels.sizes import LATENT_DIMS
 
 
 def unknown_parts(server: Server) -> list[Finding]:

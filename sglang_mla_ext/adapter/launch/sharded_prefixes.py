@@ -35,7 +35,7 @@ class Ranks:
         reasons = {
             # Ranks that share the heads of a request would have to exchange in groups of their own.
             f"--dp-size {self.dp} that is not --tp-size {args.tp_size}": self.dp != args.tp_size,
-            f"{self._heads} heads, which {self.dp} ranks do not divide": self._heads % self.dp > 0,
+            f"{self.heads} heads, which {self.dp} ranks do not divide": self.heads % self.dp > 0,
             "a mode or a budget that never expands": not self.options.may_expand,
             "--disaggregation-mode": args.disaggregation_mode != "null",
             "--elastic-ep-backend": args.elastic_ep_backend is not None,
@@ -81,10 +81,10 @@ class Ranks:
     def _better_apart(self) -> bool:
         """Return whether each rank had better hold its own prefixes: with few heads it shares by grouped absorb,
         without memory or exchange, and routing by prefix keeps a prompt on one rank."""
-        return self._heads in STACKED_HEADS or self.options.dp_routing == "prefix"
+        return self.heads in STACKED_HEADS or self.options.dp_routing == "prefix"
 
     @property
-    def _heads(self) -> int:
+    def heads(self) -> int:
         """Query heads of the model; 0 where that is not known."""
         return int(getattr(installed.model_config(self.args).get_text_config(), "num_attention_heads", 0))
 

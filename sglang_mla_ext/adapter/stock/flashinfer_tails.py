@@ -65,47 +65,48 @@ class FlashInferTails:
             layer: any of the model's attention layers on this rank.
             dtype: of queries.
         """
-        # Two sets, because a plan's numbers lie in the wrapper's pinned memory until the copy from there is done: with
-        # overlap scheduling a pass is planned while the one before runs. A set has one wrapper for each group.
-        self._wrappers: list[list[Any]] = [[self._wrapper(backend)] for _ in range(2)]
         self._backend, self._dtype = backend, dtype
         self._scale, self._rank, self._rope = layer.attn_mqa.scaling, layer.kv_lora_rank, layer.qk_rope_head_dim
         self._heads, self._fetches = layer.num_local_heads, fp8_rows(backend.token_to_kv_pool) is not None
+        # Two sets, because a plan's numbers lie in the wrapper's pinned memory until the copy from there is done: with
+        # overlap scheduling a pass is planned while the one before runs. A set has one wrapper for each group.
+        self._wrappers: list[list[Any]] = [[self._wrapper()] for _ in range(2)]
         self._slots: Tensor | None = None
         self._groups: list[_Group] = []
 
-    @staticmethod
-    def _wrapper(backend: FlashMLABackend) -> Any:
-        return BatchMLAPagedAttentionWrapper(backend.workspace_buffer, backend="auto")
+    def _wrapper(self) -> Any:
+        return BatchMLAPagedAttentionWrapper(self._backend.workspace_buffer, backend="auto")
 
     def plan(self, batch: ForwardBatch, starts: Sequence[int]) -> None:
         new = list(batch.extend_seq_lens_cpu)
         cached = batch.extend_prefix_lens_cpu
         lens = [before + more - start for before, more, start in zip(cached, new, starts, strict=True)]
         requests, total = len(lens), sum(lens)
+        self._groups = list(groups(lens, new, FETCHED_AT_ONCE if self._fetches else total))
+        values = [*starts, *lens, 0, *accumulate(lens)]
+        for of in self._groups:
+            values += [*lens[of.requests], 0, *accumulate(lens[of.requests]), 0, *accumulate(new[of.requests])]
         device = batch.seq_lens.device
-        host = torch.tensor([*starts, *lens, 0, *accumulate(lens)], dtype=torch.int32, pin_memory=device.type == "cuda")
+        host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
         parts = [requests, requests, requests + 1]
-        start_on_device, lens_on_device, indptr_on_device = host.to(device, non_blocking=True).split(parts)
+        of_pass, of_groups = host.split([sum(parts), len(values) - sum(parts)])
+        start_on_device, lens_on_device, indptr_on_device = of_pass.to(device, non_blocking=True).split(parts)
         slots = torch.empty(total, dtype=torch.int32, device=device)
         translator = self._backend.kv_index_translator
         ranges = dict(kv_start_idx=start_on_device, seq_lens=lens_on_device, indptr=indptr_on_device)
         installed.write_slots(batch, translator, slots, **ranges)
         self._slots = slots
-        self._groups = list(groups(lens, new, FETCHED_AT_ONCE if self._fetches else max(total, 1)))
         self._wrappers.reverse()
         wrappers = self._wrappers[0]
         while len(wrappers) < len(self._groups):
-            wrappers.append(self._wrapper(self._backend))
+            wrappers.append(self._wrapper())
         indices = torch.arange(total, dtype=torch.int32, device=device) if self._fetches else slots
         sizes: tuple[Any, ...] = (self._heads, self._rank, self._rope, 1, True, self._scale, self._dtype, self._dtype)
-        for wrapper, (_, places, members) in zip(wrappers, self._groups, strict=False):
-            of_group = lens[members]
-            numbers = [*of_group, 0, *accumulate(of_group), 0, *accumulate(new[members])]
-            on_host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
-            count = len(of_group)
-            host_lens, kv_indptr, qo_indptr = on_host.split([count, count + 1, count + 1])
-            wrapper.plan(qo_indptr, kv_indptr, indices[: places.stop - places.start], host_lens, *sizes)
+        for wrapper, of in zip(wrappers, self._groups, strict=False):
+            count = of.requests.stop - of.requests.start
+            rest = len(of_groups) - 3 * count - 2
+            host_lens, kv_indptr, qo_indptr, of_groups = of_groups.split([count, count + 1, count + 1, rest])
+            wrapper.plan(qo_indptr, kv_indptr, indices[: of.slots.stop - of.slots.start], host_lens, *sizes)
 
     def run(self, layer: RadixAttention, q_absorbed: Tensor, q_rope: Tensor, out: Tensor, lse: Tensor) -> None:
         for wrapper, (rows, places, _) in zip(self._wrappers[0], self._groups, strict=False):

@@ -59,16 +59,16 @@ class Vote:
                 fail(Fallback.REPORT_SHARED, error)
         # The report's fingerprint and length, what the last plan was made from, if this rank still has that, and how
         # often everything was forgotten.
-        said = gather([mark, len(words), self._plan_of if member.has_agreed else 0, member.forgotten])
-        member.forget_as_often_as(max(forgotten for *_, forgotten in said))
-        if len({forgotten for *_, forgotten in said}) > 1 or not all(length for _, length, *_ in said):
+        mine = [mark, len(words), self._plan_of if member.has_agreed else 0, member.forgotten]
+        marks, lengths, plans_of, forgotten = zip(*gather(mine), strict=True)
+        member.forget_as_often_as(max(forgotten))
+        if len(set(forgotten)) > 1 or not all(lengths):
             return NotSharded.RANK_PAUSED
-        known = fingerprint([*(mark for mark, *_ in said), each])
-        if self._plan is not None and all(plan_of == known for _, _, plan_of, _ in said):
+        known = fingerprint([*marks, each])
+        if self._plan is not None and all(plan_of == known for plan_of in plans_of):
             return self._plan
         self._plan, self._plan_of = None, 0
-        longest = max(length for _, length, *_ in said)
-        plan, made, of_all = None, 0, gather(words + array("q", bytes(8 * (longest - len(words)))))
+        plan, made, of_all = None, 0, gather(words + array("q", bytes(8 * (max(lengths) - len(words)))))
         try:
             reports = [Report.from_words(of_rank) for of_rank in of_all]
             rows = [sum(report.rows) for report in reports]

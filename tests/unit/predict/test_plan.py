@@ -9,6 +9,7 @@ import pytest
 from demo_model.rank import Rank, rank_config
 from typer.testing import CliRunner
 
+from sglang_mla_ext.adapter.launch.feature_findings import DRAFT_TOKENS
 from sglang_mla_ext.cli import app
 from sglang_mla_ext.predict import report, tables, weights
 from sglang_mla_ext.predict.memory import (
@@ -576,6 +577,7 @@ def test_what_a_launch_refuses_is_not_planned(tmp_path):
     assert "context has 163,840 tokens" in refused("--prefix", "500000")
     assert "adds at most 4" in refused("--draft-tokens", "4", "--accept-length", "6")
     assert "less than or equal to 8" in refused("--draft-tokens", "9")
+    assert DRAFT_TOKENS[-1] == 8
     assert "is 0, or at least 256" in refused("--prefill-expand-tokens", "100")
 
 
@@ -592,7 +594,7 @@ def test_arrivals_run_no_more_requests_than_the_cache_holds():
 
 
 def test_advice_where_the_memory_named_is_too_little():
-    """Other memory is named in it, and no flag for ranks of DP attention where there are none."""
+    """Advice names other memory, and no flag for ranks of DP attention where there are none."""
 
     def said(*options: str) -> str:
         return " ".join(CliRunner().invoke(app, ["plan", *options]).output.split())

@@ -87,7 +87,7 @@ def test_fp8_weights_of_mistral_large_3(found: dict[str, Any]) -> None:
 
 
 def test_models_that_a_configuration_file_names(tmp_path: Path) -> None:
-    """What the line names comes first, as in SGLang."""
+    """Models that the line names come before those of the file, as in SGLang."""
     file = tmp_path / "server.yaml"
 
     def named(text: str, *more: str) -> tuple[list[str], dict[str, str]]:

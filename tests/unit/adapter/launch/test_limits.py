@@ -621,7 +621,7 @@ def test_what_another_prefill_backend_does_without(
     ids=str,
 )
 def test_routing_by_prefix(changes: dict[str, Any], refused: str) -> None:
-    """On a prefill server SGLang ends requests that come to another rank than their bootstrap room's."""
+    """A prefill server of SGLang ends requests that come to another rank than their bootstrap room's."""
     args = server_args(**changes)
     if not refused:
         limits.check_dp_routing(args)
