@@ -27,8 +27,9 @@ STOCK = "flashmla" if ON_GPU else "torch_native"
 SCRIPTS = Path(__file__).resolve().parents[1]
 # fp32 because CPUs are slow in bf16; a small share of memory because SGLang would take nearly all of it.
 CPU_ARGUMENTS = ("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1", "--sleep-on-idle")
-# The models that run on a CPU are tiny; on few cores, threads that wait for each other cost more than they gain.
-CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+# The models that run on a CPU are tiny; on few cores, threads that wait for each other cost more than they gain, and so
+# does compiling the few functions that SGLang has compiled: 11 s for one, in each process.
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 # How long a server may take until it answers; a first start compiles kernels.
 START_S = 1800.0
 # From a server's port, or from that of `--dist-init-addr`, to those between its own processes (`PortArgs.init_new`).

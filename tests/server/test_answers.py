@@ -213,18 +213,25 @@ def test_flush_drops_what_was_expanded(stock: Reference, hybrid: Server) -> None
 
 def test_prefix_splits_while_it_is_used(stock: Reference, hybrid: Server) -> None:
     """Later requests share only the first half of what earlier ones share and have expanded."""
+
+    def has_both(groups: list[dict[str, Any]]) -> bool:
+        return len({group["prefix_len"] for group in groups}) == 2
+
     half = SYSTEM[: len(SYSTEM) // 2] + "Now forget physics and talk about gardens instead. " * 4
-    # Long enough for `watching` to see both groups at once, also on a machine that does other things.
-    early = [Chat(SYSTEM, question(i), max_tokens=240) for i in range(3)]
-    late = [Chat(half, question(i), max_tokens=160) for i in range(3)]
+    early = [Chat(SYSTEM, question(i), max_tokens=LONG) for i in range(3)]
+    late = [Chat(half, question(i), max_tokens=64) for i in range(3)]
     expected = stock.asking(*early, *late)
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted, watching(hybrid) as seen:
-        actual = ask_while_sharing(hybrid, early, late)
-    assert_same(actual, expected.result())
+        answers = [ask_while_sharing(hybrid, early, late)]
+        # On a busy machine `/server_info` may answer before and after alone, as in `ask_and_see`.
+        while len(answers) < 5 and not any(map(has_both, seen)):
+            answers.append(ask_while_sharing(hybrid, early, late))
+    for actual in answers:
+        assert_same(actual, expected.result())
     assert counted.steps_naive > 0
-    assert any(len({group["prefix_len"] for group in groups}) == 2 for groups in seen)
+    assert any(map(has_both, seen)), seen
 
 
 def test_what_is_expanded_stays_for_those_who_come_next(hybrid: Server) -> None:

@@ -236,6 +236,7 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[dict[str, Any] 
         try:
             args = prepare_server_args(words)
             installed.resolve(args)
+            args.check_server_args()  # what SGLang refuses next
         except Refusal as error:
             return None, error.findings
         except ContractError as error:

@@ -212,6 +212,10 @@ def _findings(server: Server) -> Iterator[Finding]:
         "--enable-unified-memory": args.enable_unified_memory,
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
         "--dllm-algorithm": args.dllm_algorithm is not None,
+        # A Ray actor makes its scheduler without loading plug-ins (SchedulerActor, sglang/srt/ray/scheduler_actor.py).
+        "--use-ray": args.use_ray,
+        # Its model has no DeepseekV2AttentionMLA.
+        "--model-impl transformers": args.model_impl == "transformers",
     }
     yield from unsupported(flags)
     yield from further

@@ -46,7 +46,7 @@ class Mixing:
             "n-gram embeddings": bool(getattr(installed.model_config(args), "use_ngram_embedding", False)),
             "decode without CUDA graphs": gpu and args.cuda_graph_config.decode.backend == "disabled",
             "--disable-cuda-graph-padding": gpu and bool(args.disable_cuda_graph_padding),
-            "--chunked-prefill-size -1": (args.chunked_prefill_size or 0) < 0,
+            "--chunked-prefill-size -1": args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0,
             # From 0.5.23 on. Each piece of a prompt would wait for so many steps, where one pass would compute it.
             "--prefill-decode-interval": bool(getattr(args, "prefill_decode_interval", None)),
         }

@@ -94,12 +94,14 @@ class Release0523(Arguments0523, Release0517):
         translator.pack_read_stream(batch.kv_loc_plan, req_pool_indices=batch.req_pool_indices, out=out, **ranges)
 
     def mixes_with_drafts(self, args: ServerArgs) -> bool:
-        """See Release0517: with one chain of drafts a request, and passes that no other rank has a part in."""
+        """See Release0517: with one chain of drafts a request, and passes before which ranks exchange nothing, as they
+        do with DP attention and dense layers of fewer ranks (`require_mlp_sync`)."""
         from sglang.srt.environ import envs
 
         if args.speculative_algorithm is None:
             return True
-        apart = self.dp_attention_ranks(args) > 1 or envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()
+        exchanges = self.dp_attention_ranks(args) > 1 or args.moe_dense_tp_size is not None
+        apart = exchanges or envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()
         return args.speculative_algorithm in ("EAGLE", "EAGLE3") and args.speculative_eagle_topk == 1 and not apart
 
     def extend_draft(
