@@ -27,7 +27,7 @@ from demo_model.checkpoint import Settings, make
 from fork_server import ForkServer
 from rich.console import Console
 
-READY_WITHIN_S = 300
+READY_WITHIN_S = 600
 
 IMPORTED = (
     "sglang_mla_ext.launch_server",  # first: puts the stand-ins in place that SGLang's import needs on a CPU
