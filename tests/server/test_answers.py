@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import requests
@@ -70,14 +70,24 @@ def watching(server: Server) -> Any:
         watcher.join()
 
 
-def ask_and_see(server: Server, chats: list[Chat], expected: Callable[[list[dict[str, Any]]], bool]) -> list[Answer]:
+def ask_and_see(
+    server: Server, chats: list[Chat], expected: Callable[[list[dict[str, Any]]], bool], late: Sequence[Chat] = ()
+) -> list[Answer]:
     """Return the answers; groups as expected are shown meanwhile. On a busy machine `/server_info` may answer only
-    before and after, so the chats are sent up to five times."""
+    before and after, so the chats are sent up to five times, and answered alike.
+
+    Args:
+        late: chats to send when a step of the others has shared something.
+    """
+
+    def ask() -> list[Answer]:
+        return ask_while_sharing(server, chats, list(late)) if late else server.ask(*chats)
+
     with watching(server) as seen:
-        answers = server.ask(*chats)
+        answers = ask()
         for _ in range(4):
             if not any(map(expected, seen)):
-                server.ask(*chats)
+                assert_same(ask(), answers)
     assert any(map(expected, seen)), seen
     return answers
 
@@ -223,15 +233,10 @@ def test_prefix_splits_while_it_is_used(stock: Reference, hybrid: Server) -> Non
     expected = stock.asking(*early, *late)
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
-    with counting(hybrid) as counted, watching(hybrid) as seen:
-        answers = [ask_while_sharing(hybrid, early, late)]
-        # On a busy machine `/server_info` may answer before and after alone, as in `ask_and_see`.
-        while len(answers) < 5 and not any(map(has_both, seen)):
-            answers.append(ask_while_sharing(hybrid, early, late))
-    for actual in answers:
-        assert_same(actual, expected.result())
+    with counting(hybrid) as counted:
+        actual = ask_and_see(hybrid, early, has_both, late)
+    assert_same(actual, expected.result())
     assert counted.steps_naive > 0
-    assert any(map(has_both, seen)), seen
 
 
 def test_what_is_expanded_stays_for_those_who_come_next(hybrid: Server) -> None:

@@ -25,7 +25,7 @@ TINY: dict[str, dict[str, Any]] = {
     "mixed": {
         "tree": [{"tokens": 96, "requests": 3, "below": [{"tokens": 64, "requests": 3}]}, {"requests": 2}],
         "own_tokens": [3, 20],
-        "output_tokens": 96,
+        "output_tokens": 96,  # a rate needs all to decode for a quarter of that
     },
     "churn": {
         "tree": [{"tokens": 96, "requests": 8}],
